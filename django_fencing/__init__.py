@@ -1,0 +1,1 @@
+"""Distributed locks with fencing tokens: the database itself refuses a late write."""

@@ -1,0 +1,116 @@
+"""The settings: `FENCING` in the project's settings, read at the moment of use."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.utils.module_loading import import_string
+
+from django_fencing.timing import seconds
+
+DEFAULTS: dict[str, Any] = {
+    "CACHE": "default",
+    "DATABASE": "default",
+    "STORE": "django_fencing.stores.redis.RedisStore",
+    "TTL": 30,
+    "MAX_TTL": 86_400,
+    "WAIT": 0,
+    "IDLE_TTL": 604_800,
+    "PREFIX": "fencing",
+    "NAMESPACE": "",
+    "CLIENT_FACTORY": None,
+}
+
+
+class Conf:
+    """One property per setting. Durations are seconds."""
+
+    @property
+    def cache(self) -> str:
+        """Alias in CACHES of the django-redis cache whose Redis keeps the leases."""
+        return self._text("CACHE")
+
+    @property
+    def database(self) -> str:
+        """Alias in DATABASES of the `Fence` table: where named resources are fenced."""
+        return self._text("DATABASE")
+
+    @property
+    def store(self) -> str:
+        """Dotted path of the store's class."""
+        return self._text("STORE")
+
+    @property
+    def ttl(self) -> float:
+        """Length of a lease that does not say its own."""
+        return self._seconds("TTL", most=self.max_ttl)
+
+    @property
+    def max_ttl(self) -> float:
+        """The longest lease, wait or extension that may be asked for."""
+        return self._seconds("MAX_TTL", most=2**31)
+
+    @property
+    def wait(self) -> float:
+        """How long to wait for a lock that does not say its own; 0 is one attempt."""
+        return self._seconds("WAIT", most=self.max_ttl, zero=True)
+
+    @property
+    def idle_ttl(self) -> float:
+        """After how long without use a resource leaves no key in Redis."""
+        return self._seconds("IDLE_TTL", most=2**32)
+
+    @property
+    def prefix(self) -> str:
+        """First part of every key in Redis."""
+        return self._text("PREFIX")
+
+    @property
+    def namespace(self) -> str:
+        """The tenant, read at each acquire: a text without dots, or what a callable returns."""
+        value = self._read("NAMESPACE")
+        if callable(value) or (isinstance(value, str) and "." in value):
+            value = self._callable("NAMESPACE", value)()
+        if not isinstance(value, str):
+            raise ImproperlyConfigured(f"FENCING['NAMESPACE'] must give a text, not {value!r}.")
+        return value
+
+    @property
+    def client_factory(self) -> Callable[[], Any] | None:
+        """A callable that returns the redis-py client to use instead of the cache's."""
+        value = self._read("CLIENT_FACTORY")
+        return None if value is None else self._callable("CLIENT_FACTORY", value)
+
+    def _read(self, key: str) -> Any:
+        given = getattr(settings, "FENCING", {})
+        if unknown := given.keys() - DEFAULTS.keys():
+            raise ImproperlyConfigured(
+                f"FENCING has unknown keys: {', '.join(sorted(map(str, unknown)))}. "
+                f"The known ones are {', '.join(DEFAULTS)}."
+            )
+        return given.get(key, DEFAULTS[key])
+
+    def _text(self, key: str) -> str:
+        value = self._read(key)
+        if not isinstance(value, str) or not value:
+            raise ImproperlyConfigured(f"FENCING[{key!r}] must be a text, not {value!r}.")
+        return value
+
+    def _seconds(self, key: str, *, most: float, zero: bool = False) -> float:
+        try:
+            return seconds(f"FENCING[{key!r}]", self._read(key), most=most, zero=zero)
+        except (TypeError, ValueError) as error:
+            raise ImproperlyConfigured(str(error)) from error
+
+    def _callable(self, key: str, value: Any) -> Callable[[], Any]:
+        try:
+            found = import_string(value) if isinstance(value, str) else value
+        except ImportError as error:
+            raise ImproperlyConfigured(f"FENCING[{key!r}]: {error}") from error
+        if not callable(found):
+            raise ImproperlyConfigured(f"FENCING[{key!r}] must name a callable, not {found!r}.")
+        return cast("Callable[[], Any]", found)
+
+
+conf = Conf()

@@ -1,0 +1,255 @@
+"""Register and check: the only SQL about fences."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+from uuid import UUID
+
+from django.db import OperationalError, connections, transaction
+from django.db.models import Q, QuerySet
+
+from django_fencing.exceptions import InvalidResource, StaleToken
+from django_fencing.models import Fence, FencedResource
+from django_fencing.resources import Resource
+
+# https://www.postgresql.org/docs/current/errcodes-appendix.html
+_LOCK_NOT_AVAILABLE = "55P03"
+_RETRYABLE = ("40001", "40P01")  # serialization failure, deadlock
+
+
+class NotRegistered(Exception):
+    """The fence could not be moved up to a lease; the message says why."""
+
+
+class OldSnapshot(Exception):
+    """What the open transaction reads may be older than the row lock that it waits for."""
+
+
+class Registration(NamedTuple):
+    """What a fence says."""
+
+    token: int
+    holder: UUID | None
+
+
+def register(resource: Resource, mine: Registration, *, patience: float) -> FencedResource | None:
+    """
+    Move the fence up to `mine` in a short transaction of its own, and return the fresh row.
+
+    Return None if the fence is not below. Raise NotRegistered if another transaction keeps the
+    row for `patience` seconds (PostgreSQL; elsewhere the database's own limit counts). Deadlocks
+    and serialization failures are tried again; every other database error passes through.
+    """
+    for last in (False, False, True):
+        try:
+            with _own_transaction(resource.alias):
+                return _move(resource, mine, patience, alone=True)
+        except OperationalError as error:
+            if last or _sqlstate(error) not in _RETRYABLE:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def register_inside(
+    resource: Resource, mine: Registration, *, patience: float
+) -> FencedResource | None:
+    """
+    Do as register(), but as the first statement of the transaction that is open.
+
+    Above READ COMMITTED raise OldSnapshot and change nothing: the snapshot that the transaction
+    reads from is taken before it waits for the row lock.
+    """
+    row = _move(resource, mine, patience, alone=False)
+    if row is None and _reads_from_snapshot(resource.alias):
+        raise OldSnapshot
+    return row
+
+
+def check(resource: Resource, mine: Registration) -> FencedResource:
+    """
+    Lock the fence's row in the open transaction and return it, fresh.
+
+    Raise StaleToken unless the fence still is `mine`: token and holder.
+    """
+    fences = _rows(resource)
+    features = connections[resource.alias].features
+    if features.has_select_for_update:
+        fences = fences.select_for_update(no_key=features.has_select_for_no_key_update)
+    else:  # SQLite: only a write locks anything
+        fences.filter(_is(mine)).update(last_fence_token=mine.token)
+    row = next(iter(fences), None)
+    found = None if row is None else Registration(row.last_fence_token, row.last_fence_holder)
+    if row is None or found != mine:
+        raise _stale(resource, mine, found)
+    return _whole(resource, row)
+
+
+def read(resource: Resource) -> Registration:
+    """Return what the fence says. Raise InvalidResource if its row does not exist."""
+    fields = ("last_fence_token", "last_fence_holder")
+    for token, holder in _rows(resource).values_list(*fields):
+        return Registration(token, holder)
+    raise InvalidResource(
+        f"{resource.name!r} has no row in database {resource.alias!r}.", resource=resource.name
+    )
+
+
+def registers_alone(alias: str) -> bool:
+    """Say whether Django is told to open transactions above READ COMMITTED on `alias`."""
+    connections[alias].ensure_connection()
+    level = getattr(connections[alias], "isolation_level", None)
+    return getattr(level, "name", "") in ("REPEATABLE_READ", "SERIALIZABLE")
+
+
+def _rows(resource: Resource) -> QuerySet[FencedResource]:
+    """Return the fence's one row, past every manager: hidden rows are seen, nothing is joined."""
+    model = resource.row_model
+    if model._meta.concrete_model is not resource.model:  # a multi-table child
+        model = resource.model
+    return QuerySet(model, using=resource.alias).filter(pk=resource.pk)
+
+
+def _whole(resource: Resource, row: FencedResource) -> FencedResource:
+    """Return `row` as an instance of the model that was asked for."""
+    if isinstance(row, resource.row_model):
+        return row
+    key = resource.model._meta.pk.name
+    children: QuerySet[FencedResource] = QuerySet(resource.row_model, using=resource.alias)
+    return children.get(**{key: resource.pk})
+
+
+def _is(mine: Registration) -> Q:
+    return Q(last_fence_token=mine.token, last_fence_holder=mine.holder)
+
+
+def _move(
+    resource: Resource, mine: Registration, patience: float, *, alone: bool
+) -> FencedResource | None:
+    """Register unless the fence has reached `mine` already; a repetition finds it as its own."""
+    if connections[resource.alias].vendor == "postgresql":
+        row = _move_returning(resource, mine, patience, alone=alone)
+    else:
+        row = next(iter(_rows(resource)), None) if _update(resource, mine) else None
+    return None if row is None else _whole(resource, row)
+
+
+def _update(resource: Resource, mine: Registration) -> bool:
+    """Register in plain SQL. The first statement is a write: it locks and then compares."""
+    fences: QuerySet[FencedResource] = QuerySet(resource.model, using=resource.alias)
+    movable = fences.filter(Q(last_fence_token__lt=mine.token) | _is(mine), pk=resource.pk)
+    values = {"last_fence_token": mine.token, "last_fence_holder": mine.holder}
+    if movable.update(**values):
+        return True
+    if resource.model is not Fence:
+        return False
+    fences.bulk_create([Fence(name=resource.pk)], ignore_conflicts=True)
+    return bool(movable.update(**values))
+
+
+def _move_returning(
+    resource: Resource, mine: Registration, patience: float, *, alone: bool
+) -> FencedResource | None:
+    """Register on PostgreSQL: one statement, which bounds its own wait for the row."""
+    rows = _rows(resource)
+    params = {
+        "patience": str(round(patience * 1000)),
+        "pk": resource.model._meta.pk.get_db_prep_value(resource.pk, connections[rows.db]),
+        "token": mine.token,
+        "holder": mine.holder,
+    }
+    try:
+        found = list(rows.raw(_statement(resource, rows, alone=alone), params, using=rows.db))
+    except OperationalError as error:
+        if _sqlstate(error) == _LOCK_NOT_AVAILABLE:
+            raise NotRegistered(f"its row stayed locked for {patience:g} s") from error
+        raise
+    for row in found:
+        del row.__dict__["fencing_restored"]
+        return row
+    return None
+
+
+# The guard sets a local lock_timeout and the last column sets the former one back, so bounding
+# the wait costs no round trip, and what follows in the transaction is not bounded.
+_MOVE = """
+WITH fencing_guard AS MATERIALIZED (
+    SELECT current_setting('lock_timeout') AS former,
+           set_config('lock_timeout', %(patience)s, true) AS patience
+    WHERE {condition}
+), fencing_moved AS ({move} RETURNING {returned})
+SELECT fencing_moved.*, set_config('lock_timeout', former, true) AS fencing_restored
+FROM fencing_moved, fencing_guard
+"""
+
+_UPDATE = """
+    UPDATE {table} SET {token} = %(token)s, {holder} = %(holder)s
+    FROM fencing_guard
+    WHERE {table}.{pk} = %(pk)s AND fencing_guard.patience IS NOT NULL AND (
+        {table}.{token} < %(token)s
+        OR ({table}.{token} = %(token)s AND {table}.{holder} = %(holder)s))
+"""
+
+_UPSERT = """
+    INSERT INTO {table} ({pk}, {token}, {holder})
+    SELECT %(pk)s, %(token)s, %(holder)s FROM fencing_guard
+    ON CONFLICT ({pk}) DO UPDATE SET {token} = EXCLUDED.{token}, {holder} = EXCLUDED.{holder}
+    WHERE {table}.{token} < EXCLUDED.{token}
+        OR ({table}.{token} = EXCLUDED.{token} AND {table}.{holder} = EXCLUDED.{holder})
+"""
+
+_ALONE = "true"
+_INSIDE = "current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')"
+
+
+def _statement(resource: Resource, rows: QuerySet[FencedResource], *, alone: bool) -> str:
+    compiler = rows.query.get_compiler(rows.db)
+    quoted = connections[rows.db].ops.quote_name
+    options = resource.model._meta
+    table = quoted(options.db_table)
+    columns = {str(field.column): field for field in options.concrete_fields}
+    returned = []
+    for column, field in columns.items():
+        # PostGIS, for one, reads its columns through a function.
+        sql, _ = field.select_format(compiler, f"{table}.{quoted(column)}", ())
+        returned.append(f"{sql} AS {quoted(column)}")
+    move = (_UPSERT if resource.model is Fence else _UPDATE).format(
+        table=table,
+        pk=quoted(str(options.pk.column)),
+        token=quoted(str(options.get_field("last_fence_token").column)),
+        holder=quoted(str(options.get_field("last_fence_holder").column)),
+    )
+    return _MOVE.format(
+        condition=_ALONE if alone else _INSIDE, move=move, returned=", ".join(returned)
+    )
+
+
+def _own_transaction(alias: str) -> AbstractContextManager[None]:
+    """Return what makes a registration one transaction: PostgreSQL's one statement is one."""
+    connection = connections[alias]
+    if connection.vendor == "postgresql" and not connection.in_atomic_block:
+        return nullcontext()
+    return transaction.atomic(using=alias)
+
+
+def _reads_from_snapshot(alias: str) -> bool:
+    if connections[alias].vendor != "postgresql":
+        return False
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT current_setting('transaction_isolation')")
+        return cursor.fetchone()[0] not in ("read committed", "read uncommitted")
+
+
+def _sqlstate(error: OperationalError) -> str | None:
+    """Return PostgreSQL's error code, which psycopg 3 and psycopg2 name differently."""
+    cause = error.__cause__
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+
+
+def _stale(resource: Resource, mine: Registration, found: Registration | None) -> StaleToken:
+    says = "its row is gone" if found is None else f"{found.token} is registered"
+    return StaleToken(
+        f"Token {mine.token} of {resource.name!r} is stale: {says}.",
+        resource=resource.name,
+        token=mine.token,
+        fence_token=found and found.token,
+        fence_holder=found and found.holder,
+    )

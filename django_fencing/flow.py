@@ -1,0 +1,120 @@
+"""Who is running: the flow, the leases it holds, the transaction it is in."""
+
+import asyncio
+import functools
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from django_fencing.exceptions import InsideTransaction
+from django_fencing.grants import Holder
+
+if TYPE_CHECKING:
+    from django_fencing.leases import Lease
+
+    Flow = threading.Thread | asyncio.Task[object]
+
+# Weak on both sides: neither a thread that ended nor a lease that was dropped stays in here.
+_held: WeakKeyDictionary["Flow", list["ref[Lease]"]] = WeakKeyDictionary()
+_fenced: WeakKeyDictionary[BaseDatabaseWrapper, "Lease"] = WeakKeyDictionary()
+
+
+def current_flow() -> "Flow":
+    """Return the running asyncio task, else the thread: the object itself, never its id."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        task = None
+    return threading.current_thread() if task is None else task
+
+
+def new_holder(function: str = "") -> Holder:
+    """Return a fresh identity for one acquisition by `function`, else by the calling code."""
+    flow = current_flow()
+    name = flow.name if isinstance(flow, threading.Thread) else flow.get_name()
+    function = function or _calling_code()
+    return Holder(host=_host(), pid=os.getpid(), flow=name, function=function)
+
+
+def hold(lease: "Lease") -> None:
+    """Note that this flow holds `lease`, until it lets go or the lease is no more."""
+    leases = _held.setdefault(current_flow(), [])
+    leases.append(ref(lease, leases.remove))
+
+
+def let_go(lease: "Lease", flow: "Flow") -> None:
+    """Forget that `flow` holds `lease`."""
+    leases = _held.get(flow, [])
+    if ref(lease) in leases:
+        leases.remove(ref(lease))
+
+
+def held() -> "list[Lease]":
+    """Return the leases that this flow holds, the newest last."""
+    leases = _held.get(current_flow(), ())
+    return [lease for held in leases if (lease := held()) is not None]
+
+
+def fenced_by(alias: str) -> "Lease | None":
+    """Return the lease in whose fenced transaction this thread's connection `alias` is."""
+    return _fenced.get(connections[alias])
+
+
+@contextmanager
+def fenced(alias: str, lease: "Lease") -> Iterator[None]:
+    """Mark this thread's connection `alias` as inside the fenced transaction of `lease`."""
+    connection = connections[alias]
+    _fenced[connection] = lease
+    try:
+        yield
+    finally:
+        del _fenced[connection]
+
+
+def refuse_transaction(alias: str, action: str, resource: str) -> None:
+    """
+    Raise InsideTransaction if a transaction is open on `alias` or its autocommit is off.
+
+    The blocks that Django's TestCase opens around a test do not count.
+    """
+    connection = connections[alias]
+    blocks: list[Any] = connection.atomic_blocks
+    if all(block._from_testcase for block in blocks) and (blocks or _autocommits(connection)):
+        return
+    raise InsideTransaction(
+        f"Cannot {action} {resource!r} while a transaction is open on database {alias!r}: "
+        f"do so outside of atomic(), and open the transaction with lease.atomic().",
+        resource=resource,
+    )
+
+
+def _autocommits(connection: BaseDatabaseWrapper) -> bool:
+    """Answer without connecting: leaving a lock must work while the database is away."""
+    if connection.connection is None:
+        return bool(connection.settings_dict["AUTOCOMMIT"])
+    return connection.autocommit
+
+
+@functools.cache
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _calling_code() -> str:
+    """Name the innermost function on the stack that is neither the app's nor contextlib's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "?")
+        if module != "contextlib" and module.partition(".")[0] != "django_fencing":
+            return f"{module}.{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return "?"

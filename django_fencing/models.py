@@ -1,0 +1,139 @@
+"""Rows with a fence: the mixin for your models, and the table of fenced names."""
+
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from django.db import DEFAULT_DB_ALIAS, models, router
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from django_fencing import flow
+from django_fencing.exceptions import UnfencedWrite
+from django_fencing.names import encoded
+
+if TYPE_CHECKING:
+    from django_fencing.leases import Lease
+
+FENCE_FIELDS = ("last_fence_token", "last_fence_holder")
+
+
+class FencedResource(models.Model):
+    """
+    Gives each row of your model a fence: the newest lease that the database knows for it.
+
+    `last_fence_token` and `last_fence_holder` are moved by django_fencing alone: save() never
+    writes them, and a new row or a clone starts at 0 and no holder.
+
+    While this flow holds the row's lease, save() and delete() raise UnfencedWrite outside the
+    lease's atomic(), and for an instance that was loaded before the lease was registered. The
+    fence doubles as the load mark, so stale columns never overwrite newer ones.
+    """
+
+    last_fence_token = models.BigIntegerField(
+        default=0, db_default=0, editable=False, help_text="Token of the newest registered lease."
+    )
+    last_fence_holder = models.UUIDField(
+        null=True, editable=False, help_text="Holder of the newest registered lease."
+    )
+
+    class Meta:
+        abstract = True
+
+    @property
+    def fence_name(self) -> str:
+        """
+        The resource's name: "app.model:pk", and "@alias" where that is not the default database.
+
+        Multi-table children and proxies have the name of the model that defines the fence.
+        Override it only by something that never changes in the life of the row.
+        """
+        alias = router.db_for_write(type(self), instance=self)
+        return row_name(fence_model(type(self)), fence_pk(self), alias)
+
+    def save_base(
+        self,
+        raw: bool = False,
+        force_insert: Any = False,
+        force_update: bool = False,
+        using: str | None = None,
+        update_fields: Any = None,
+    ) -> None:
+        """Save as usual, without the fence. Raise UnfencedWrite as the class says."""
+        self._refuse_unfenced("save", using)
+        super().save_base(raw, force_insert, force_update, using, update_fields)
+
+    def delete(self, using: str | None = None, keep_parents: bool = False) -> Any:
+        """Delete as usual. Raise UnfencedWrite as the class says."""
+        self._refuse_unfenced("delete", using)
+        return super().delete(using=using, keep_parents=keep_parents)
+
+    delete.alters_data = True  # type: ignore[attr-defined]
+
+    # Django 6.0 added an argument to _do_update.
+    def _do_update(self, base_qs: Any, using: Any, pk_val: Any, values: Any, *args: Any) -> Any:
+        values = [value for value in values if value[0].name not in FENCE_FIELDS]
+        return super()._do_update(base_qs, using, pk_val, values, *args)
+
+    def _do_insert(
+        self, manager: Any, using: Any, fields: Any, returning_fields: Any, raw: bool
+    ) -> Any:
+        # A fixture (raw) brings its fence along; a child's own table has none.
+        if not raw and any(field.name in FENCE_FIELDS for field in fields):
+            self.last_fence_token, self.last_fence_holder = 0, None
+        return super()._do_insert(manager, using, fields, returning_fields, raw)  # type: ignore[misc]
+
+    def _refuse_unfenced(self, action: str, using: str | None) -> None:
+        leases = flow.held()
+        if not leases:
+            return
+        alias = using or router.db_for_write(type(self), instance=self)
+        place = (alias, fence_model(type(self)), fence_pk(self))
+        for lease in leases:
+            if lease.place == place:
+                self._refuse_outside(action, lease, alias)
+
+    def _refuse_outside(self, action: str, lease: "Lease", alias: str) -> None:
+        if flow.fenced_by(alias) is not lease:
+            fault = "outside its lease.atomic()"
+        elif self.__dict__.get("last_fence_token") != lease.token:
+            fault = "from an instance that was loaded before the lock: use what atomic() yields"
+        else:
+            return
+        raise UnfencedWrite(
+            f"Cannot {action} {lease.resource!r}, which this flow holds, {fault}.",
+            resource=lease.resource,
+        )
+
+
+class NameField(models.CharField):  # type: ignore[type-arg]
+    """Text that the database compares byte by byte."""
+
+    collations: ClassVar = {"postgresql": "C", "sqlite": "BINARY", "mysql": "utf8mb4_bin"}
+
+    def db_parameters(self, connection: BaseDatabaseWrapper) -> Any:
+        parameters = super().db_parameters(connection)
+        return {**parameters, "collation": self.collations.get(connection.vendor)}
+
+
+class Fence(FencedResource):
+    """The fence of a named resource."""
+
+    name = NameField(max_length=255, primary_key=True)
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+
+def fence_model(model: type[models.Model]) -> type[FencedResource]:
+    """Return the model that defines the fence of `model`: the parent for a multi-table child."""
+    return cast("type[FencedResource]", model._meta.get_field("last_fence_token").model)
+
+
+def fence_pk(row: FencedResource) -> Any:
+    """Return the row's primary key in the model that defines its fence."""
+    key = fence_model(row.__class__)._meta.pk
+    return key.to_python(getattr(row, key.attname))
+
+
+def row_name(model: type[FencedResource], pk: Any, alias: str) -> str:
+    """Return the default fence name of the row `pk` of `model`, which defines the fence."""
+    place = "" if alias == DEFAULT_DB_ALIAS else f"@{alias}"
+    return f"{model._meta.label_lower}:{encoded(str(pk), readable='-._~')}{place}"

@@ -1,0 +1,85 @@
+"""Names as text: what a name may be, how it is written in a key, which keys belong to it."""
+
+import hashlib
+import unicodedata
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from django_fencing.exceptions import InvalidResource
+
+# The separator between namespace and name, and braces, which Redis Cluster reads as a hash tag,
+# are not among these: https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/
+_READABLE = "-._~:/@+=,;!$&*()'#?"
+
+_LONGEST = 200
+_DIGEST = 32
+_TAGS = 64
+
+
+def checked(name: object) -> str:
+    """
+    Return `name` in Unicode's normal form C, so that one spelling is one resource.
+
+    Raise InvalidResource unless it is a text that is not empty and has no NUL and no surrogate.
+    """
+    if not isinstance(name, str):
+        raise InvalidResource(f"A resource's name must be a text, not {name!r}.")
+    text = unicodedata.normalize("NFC", "".join((name,)))
+    if not text:
+        raise InvalidResource("A resource's name must not be empty.")
+    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise InvalidResource(f"A resource's name must not hold NUL or surrogates: {text!r}.")
+    return text
+
+
+def encoded(text: str, readable: str = _READABLE) -> str:
+    """Return `text` in printable ASCII: injective, and the same in every process."""
+    return quote(text, safe=readable)
+
+
+def slug(name: str, namespace: str = "") -> str:
+    """
+    Return what a key and `Fence.name` hold for `name`: at most 200 bytes, never ambiguous.
+
+    "|" and "%~" cannot come out of the encoding, so no name reads like another's namespace or
+    like another's shortened form.
+    """
+    whole = encoded(name)
+    if namespace:
+        whole = f"{encoded(checked(namespace))}|{whole}"
+    if len(whole) <= _LONGEST:
+        return whole
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:_DIGEST]
+    return f"{whole[: _LONGEST - _DIGEST - 2]}%~{digest}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """The keys of one resource. They share the slot of one of 64 fixed tags of Redis Cluster."""
+
+    base: str  # "fencing:{42}"
+    member: str  # "name:import:tenant-1": the resource within its tag
+
+    @classmethod
+    def of(cls, prefix: str, member: str) -> "Keys":
+        tag = int.from_bytes(hashlib.sha256(member.encode()).digest()[:4]) % _TAGS
+        return cls(base=f"{prefix}:{{{tag}}}", member=member)
+
+    @property
+    def lease(self) -> str:
+        """The hash with the present lease; it has an expiry always."""
+        return f"{self.base}:lease:{self.member}"
+
+    @property
+    def token(self) -> str:
+        """The counter that proposes tokens."""
+        return f"{self.base}:token:{self.member}"
+
+    @property
+    def held(self) -> str:
+        """The sorted set of this tag's held resources, by the millisecond at which they lapse."""
+        return f"{self.base}:held"
+
+    def tombstone(self, holder: str) -> str:
+        """What refuses a late acquire of a holder that gave up or released."""
+        return f"{self.base}:tombstone:{holder}"

@@ -1,0 +1,110 @@
+"""Brings one lease into the database: registers it, and opens its fenced transactions."""
+
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from django.db import transaction
+
+from django_fencing import fences, flow
+from django_fencing.fences import NotRegistered, Registration
+from django_fencing.grants import Holder, Refusal
+from django_fencing.models import FencedResource
+from django_fencing.resources import Resource
+from django_fencing.stores.base import Store
+
+if TYPE_CHECKING:
+    from django_fencing.leases import Lease
+
+# A lost counter needs one more token; somebody who registers in between, another one.
+_TRIES = 3
+
+
+class Registrar:
+    """
+    The database's side of one lease: its token, whether it is registered, the row it found.
+
+    The token is final once it is registered: until then a fence that is not below it makes
+    the store issue a higher one.
+    """
+
+    def __init__(self, store: Store, resource: Resource, holder: Holder, token: int) -> None:
+        self.token = token
+        self.row: FencedResource | None = None
+        self._store = store
+        self._resource = resource
+        self._holder = holder
+        self._registered = False
+        self._registering = threading.Lock()
+
+    def register(self, patience: float) -> None:
+        """
+        Register in a short transaction of its own, waiting at most `patience` s for the row.
+
+        Raise NotRegistered if the row stayed locked or another holder took over.
+        """
+        for _ in range(_TRIES):
+            row = fences.register(self._resource, self._mine, patience=patience)
+            if row is not None:
+                self.row, self._registered = row, True
+                return
+            self._take_higher_token()
+        raise NotRegistered("others registered first, again and again")
+
+    def open(self, fenced: ExitStack, lease: "Lease", patience: float) -> FencedResource:
+        """
+        Enter the fenced transaction of `lease` on `fenced`, and return the locked row.
+
+        An unregistered lease registers by the first statement of the transaction, or before
+        it where the transaction would read from a snapshot. Raise as register(), or StaleToken.
+        """
+        if not self._registered:
+            fenced.enter_context(self._registering)  # one first registration at a time
+        if not self._registered and fences.registers_alone(self._resource.alias):
+            self.register(patience)
+        for _ in range(_TRIES):
+            try:
+                row = self._begin(fenced, lease, patience)
+            except fences.OldSnapshot:
+                self.register(patience)
+                continue
+            if row is not None:
+                self.row = row
+                return row
+            self._take_higher_token()
+        raise NotRegistered("others registered first, again and again")
+
+    @property
+    def _mine(self) -> Registration:
+        return Registration(self.token, self._holder.id)
+
+    def _begin(self, fenced: ExitStack, lease: "Lease", patience: float) -> FencedResource | None:
+        """Open the transaction; leave it again if the row is not to be had."""
+        alias = self._resource.alias
+        with ExitStack() as attempt:
+            attempt.enter_context(transaction.atomic(using=alias, durable=True))
+            row = self._locked_row(patience)
+            if row is not None:
+                # Left before the commit: on_commit hooks run outside the fenced transaction.
+                attempt.enter_context(flow.fenced(alias, lease))
+                fenced.enter_context(attempt.pop_all())
+        return row
+
+    def _locked_row(self, patience: float) -> FencedResource | None:
+        if self._registered:
+            return fences.check(self._resource, self._mine)
+        row = fences.register_inside(self._resource, self._mine, patience=patience)
+        if row is not None:
+            transaction.on_commit(self._mark_registered, using=self._resource.alias)
+        return row
+
+    def _mark_registered(self) -> None:
+        self._registered = True
+
+    def _take_higher_token(self) -> None:
+        """The fence is not below: the counter was lost, or another holder took over."""
+        above = fences.read(self._resource).token
+        answer = self._store.reissue(self._resource, self._holder, above=above)
+        if isinstance(answer, Refusal):
+            raise NotRegistered("another holder took over")
+        self.token = answer.token

@@ -1,0 +1,173 @@
+"""Leases in Redis or Valkey. The only module that knows django-redis and redis-py."""
+
+import functools
+import hashlib
+from importlib.resources import files
+from typing import Any
+
+import redis
+from django.core.cache import InvalidCacheBackendError, caches
+from django.core.exceptions import ImproperlyConfigured
+from django_redis.client import DefaultClient, ShardClient
+
+from django_fencing.conf import conf
+from django_fencing.exceptions import StoreUnavailable
+from django_fencing.grants import JUMP, TOKEN_LIMIT, Grant, Holder, Refusal
+from django_fencing.resources import Resource
+from django_fencing.stores.base import Released, Store
+
+# Of the hash that is a lease. A lease with another layout counts as held by unknown.
+_LAYOUT = "1"
+
+# How long a late acquire of a holder that gave up is refused.
+_TOMBSTONE_MS = 60_000
+
+# Bytes kept of each text that describes the holder, so that a lease stays below 512 bytes.
+_LONGEST_TEXT = 80
+
+
+class RedisStore(Store):
+    """
+    Keeps leases in the Redis of the django-redis cache FENCING["CACHE"].
+
+    It talks to the client below the cache: KEY_PREFIX, VERSION, the serializer and
+    IGNORE_EXCEPTIONS play no part. Raise ImproperlyConfigured if the cache has no such client.
+    """
+
+    def acquire(
+        self, resource: Resource, holder: Holder, *, ttl: float, floor: int
+    ) -> Grant | Refusal:
+        keys = resource.keys
+        status, *rest = self._run(
+            "acquire",
+            resource,
+            [keys.lease, keys.token, keys.held, keys.tombstone(holder.id.hex)],
+            [
+                holder.id.hex,
+                _milliseconds(ttl),
+                floor,
+                JUMP,
+                TOKEN_LIMIT,
+                _milliseconds(conf.idle_ttl),
+                keys.member,
+                _LAYOUT,
+                _short(holder.host),
+                holder.pid,
+                _short(holder.function),
+                _short(resource.row_model._meta.label_lower),
+                _short(str(resource.pk)),
+            ],
+        )
+        if status == "held":
+            return Refusal(remaining=_remaining(rest[0]), held_by=_described(*rest[1:]))
+        if status == "buried":
+            return Refusal()
+        return self._granted(status, rest, resource)
+
+    def reissue(self, resource: Resource, holder: Holder, *, above: int) -> Grant | Refusal:
+        status, *rest = self._run(
+            "reissue",
+            resource,
+            [resource.keys.lease, resource.keys.token],
+            [holder.id.hex, above, JUMP, TOKEN_LIMIT, _milliseconds(conf.idle_ttl)],
+        )
+        return Refusal() if status == "lost" else self._granted(status, rest, resource)
+
+    def confirm(self, resource: Resource, holder: Holder) -> bool:
+        (status,) = self._run("confirm", resource, [resource.keys.lease], [holder.id.hex])
+        return status == "mine"
+
+    def extend(self, resource: Resource, holder: Holder, *, ttl: float) -> bool:
+        keys = resource.keys
+        (status,) = self._run(
+            "extend",
+            resource,
+            [keys.lease, keys.held],
+            [holder.id.hex, _milliseconds(ttl), keys.member],
+        )
+        return status == "mine"
+
+    def release(self, resource: Resource, holder: Holder, *, bury: bool = False) -> Released:
+        keys = resource.keys
+        (status,) = self._run(
+            "release",
+            resource,
+            [keys.lease, keys.held, keys.tombstone(holder.id.hex)],
+            [holder.id.hex, keys.member, _TOMBSTONE_MS if bury else 0],
+        )
+        return Released(status)
+
+    def _run(self, name: str, resource: Resource, keys: list[str], args: list[Any]) -> list[str]:
+        """Run a script by its digest; where the server has lost it, send it whole."""
+        script, digest = _script(name)
+        client = _client()
+        try:
+            try:
+                reply = client.evalsha(digest, len(keys), *keys, *args)
+            except redis.exceptions.NoScriptError:
+                reply = client.eval(script, len(keys), *keys, *args)
+        except (redis.RedisError, OSError) as error:
+            raise StoreUnavailable(
+                f"Cannot {name} {resource.name!r}: {error}", resource=resource.name
+            ) from error
+        return [_text(part) for part in (reply if isinstance(reply, list) else [reply])]
+
+    def _granted(self, status: str, rest: list[str], resource: Resource) -> Grant:
+        if status == "granted":
+            return Grant(token=int(rest[0]))
+        key = resource.keys.token
+        reasons = {
+            "unreadable": f"the key {key!r} holds no token counter. Delete it: it heals by itself.",
+            "exhausted": f"the key {key!r} has reached the highest token, 2**53 - 1.",
+        }
+        raise StoreUnavailable(
+            f"Cannot acquire {resource.name!r}: {reasons[status]}", resource=resource.name
+        )
+
+
+def _client() -> Any:
+    if factory := conf.client_factory:
+        return factory()
+    try:
+        cache = caches[conf.cache]
+    except InvalidCacheBackendError as error:
+        raise ImproperlyConfigured(f"FENCING['CACHE'] is {conf.cache!r}: {error}") from error
+    client = getattr(cache, "client", None)
+    if not isinstance(client, DefaultClient) or isinstance(client, ShardClient):
+        kind = type(cache if client is None else client)
+        raise ImproperlyConfigured(
+            f"FENCING['CACHE'] is {conf.cache!r}, a {kind.__module__}.{kind.__qualname__}: a lock "
+            f"in there would not exclude other processes. Name a django-redis cache with its "
+            f"default, herd or sentinel client, or set FENCING['CLIENT_FACTORY']."
+        )
+    return client.get_client(write=True)
+
+
+@functools.cache
+def _script(name: str) -> tuple[str, str]:
+    """Return the script and its SHA-1, by which EVALSHA names it."""
+    folder = files("django_fencing.stores") / "lua"
+    parts = ["counter", name] if name in ("acquire", "reissue") else [name]
+    text = "\n".join((folder / f"{part}.lua").read_text("utf-8") for part in parts)
+    return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _remaining(milliseconds: str) -> float | None:
+    return None if milliseconds == "-1" else int(milliseconds) / 1000
+
+
+def _described(host: str = "", pid: str = "", function: str = "") -> str | None:
+    return f"{function} (host {host}, pid {pid})" if host else None
+
+
+def _short(text: str) -> str:
+    return text.encode()[:_LONGEST_TEXT].decode(errors="ignore")
+
+
+def _text(part: Any) -> str:
+    """Return a reply as text, whatever `decode_responses` and RESP version the client has."""
+    return part.decode(errors="replace") if isinstance(part, bytes) else str(part)
