@@ -9,6 +9,7 @@ from datetime import date
 from typing import Any, Literal, ParamSpec, TypeVar
 from uuid import UUID
 
+from asgiref.sync import iscoroutinefunction
 from django.db import models
 
 from django_fencing.exceptions import InvalidResource, LockHeld
@@ -94,7 +95,7 @@ def _refuse_deferred(function: Any) -> None:
     called = getattr(function, "__call__", None)  # noqa: B004 - of a callable object
     if not callable(function) or isinstance(function, type | staticmethod | classmethod):
         fault = "is no function: decorate the function itself"
-    elif any(map(inspect.iscoroutinefunction, (function, called))):
+    elif any(map(iscoroutinefunction, (function, called))):
         fault = "is a coroutine function, which cannot be locked yet"
     elif any(map(_is_generator, (function, called))):
         fault = "is a generator: its body would run after the lock is released"
@@ -140,7 +141,9 @@ class _Template:
             self._pieces = list(string.Formatter().parse(text))
         except ValueError as error:
             raise InvalidResource(f"The name {text!r} is no template: {error}.") from error
-        parameters = [p for p in signature.parameters.values() if p.name != "lease"]
+        parameters = list(signature.parameters.values())
+        if _takes_lease(signature):
+            parameters.remove(signature.parameters["lease"])
         self._signature = signature.replace(parameters=parameters)
         named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         for _, field, specification, conversion in self._pieces:

@@ -1,6 +1,7 @@
 """What several tests do: run in threads with connections of their own, count, look into Redis."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -73,3 +74,11 @@ def taken_over(lock: FencedLock, client: Any) -> Any:
     """Let the present lease run out, and return the next one."""
     expire(client, lock.resource)
     return lock.acquire()
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Poll `condition` until it holds; fail the test if it does not in time."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
