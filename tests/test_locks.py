@@ -49,9 +49,9 @@ def test_a_new_resource_starts_at_token_1_and_each_lease_has_the_next(name: str)
 
 def test_a_held_lock_says_who_holds_it_and_for_how_long(name: str) -> None:
     """The error names the holder's code, host and process; retry_after is its remaining ttl."""
-    with fenced_lock(name, ttl=20):
-        with pytest.raises(LockHeld, match=f"is held by {__name__}.test_a_held_lock") as caught:
-            fenced_lock(name).acquire()
+    holder = f"{__name__}.test_a_held_lock"
+    with fenced_lock(name, ttl=20), pytest.raises(LockHeld, match=holder) as caught:
+        fenced_lock(name).acquire()
 
     error = caught.value
     assert error.resource == name

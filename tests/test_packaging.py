@@ -1,0 +1,75 @@
+"""What is shipped, and what is said about it."""
+
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from django.core.management import call_command
+
+from django_fencing import exceptions
+from django_fencing.conf import DEFAULTS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.django_db
+def test_the_migrations_are_complete() -> None:
+    """One initial migration, and it says what the models say."""
+    call_command("makemigrations", "--check", "--dry-run", verbosity=0)
+
+    migrations = ROOT / "django_fencing" / "migrations"
+    assert [path.name for path in sorted(migrations.glob("0*.py"))] == ["0001_initial.py"]
+
+
+def test_the_settings_table_is_the_settings() -> None:
+    """Same keys, same order, same defaults."""
+    rows = re.findall(r"^\| `([A-Z_]+)` \| `(.+?)` \|", README, re.MULTILINE)
+
+    assert {key: eval(default) for key, default in rows} == DEFAULTS  # noqa: S307 - our own text
+    assert [key for key, _ in rows] == list(DEFAULTS)
+
+
+def test_the_readme_names_every_error() -> None:
+    """And no error that does not exist."""
+    named = set(re.findall(r"^\| `([A-Z][a-z]+[A-Za-z]+)` \| ", README, re.MULTILINE))
+    defined = {
+        name
+        for name, value in vars(exceptions).items()
+        if isinstance(value, type) and issubclass(value, exceptions.FencingError)
+    }
+
+    assert named == defined - {"FencingError"}
+
+
+def test_readme_and_changelog_have_one_sentence_per_line() -> None:
+    """A line that ends one sentence begins no other."""
+    for name in ("README.md", "CHANGELOG.md", "example_project/README.md"):
+        text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
+        for line in text.splitlines():
+            assert not re.search(r"[a-z)`][.?!] +[A-Z`]", line), (name, line)
+
+
+def test_the_scripts_and_the_marker_of_types_are_in_the_package() -> None:
+    """They are data, which a build may forget."""
+    package = files("django_fencing")
+
+    assert (package / "py.typed").is_file()
+    for script in ("acquire", "confirm", "counter", "extend", "reissue", "release"):
+        assert (package / "stores" / "lua" / f"{script}.lua").is_file()
+
+
+def test_the_package_can_be_imported_before_django_is_set_up() -> None:
+    """Its top holds nothing: an app with models cannot import them at load time."""
+    code = "import django_fencing, django_fencing.exceptions, django_fencing.timing"
+
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_readme_example_is_python() -> None:
+    """Each block of code compiles."""
+    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        compile(block, "README.md", "exec")
