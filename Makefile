@@ -16,6 +16,9 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(RUN) -m pytest -n auto $(ARGS)
 
+# Reads the settings, and asks no server.
+check: export DATABASE_URL = sqlite://:memory:
+check: export REDIS_URL = redis://
 check: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -53,15 +53,15 @@ def hold(lease: "Lease") -> None:
 
 def let_go(lease: "Lease", flow: "Flow") -> None:
     """Forget that `flow` holds `lease`."""
-    leases = _held.get(flow, [])
-    if ref(lease) in leases:
-        leases.remove(ref(lease))
+    with suppress(ValueError):  # let go already
+        _held.get(flow, []).remove(ref(lease))
 
 
 def held() -> "list[Lease]":
     """Return the leases that this flow holds, the newest last."""
-    leases = _held.get(current_flow(), ())
-    return [lease for held in leases if (lease := held()) is not None]
+    # A copy: the garbage collector may take a dropped lease out at any moment.
+    references = list(_held.get(current_flow(), ()))
+    return [lease for reference in references if (lease := reference()) is not None]
 
 
 def fenced_by(alias: str) -> "Lease | None":
