@@ -1,6 +1,6 @@
 """Rows with a fence: the mixin for your models, and the table of fenced names."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from django.db import DEFAULT_DB_ALIAS, models, router
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -8,9 +8,6 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django_fencing import flow
 from django_fencing.exceptions import UnfencedWrite
 from django_fencing.names import encoded
-
-if TYPE_CHECKING:
-    from django_fencing.leases import Lease
 
 FENCE_FIELDS = ("last_fence_token", "last_fence_holder")
 
@@ -86,20 +83,19 @@ class FencedResource(models.Model):
             return
         alias = using or router.db_for_write(type(self), instance=self)
         place = (alias, fence_model(type(self)), fence_pk(self))
-        for lease in leases:
-            if lease.place == place:
-                self._refuse_outside(action, lease, alias)
-
-    def _refuse_outside(self, action: str, lease: "Lease", alias: str) -> None:
-        if flow.fenced_by(alias) is not lease:
+        here = [lease for lease in leases if lease.place == place]
+        if not here:
+            return
+        lease = flow.fenced_by(alias)
+        if lease is None or lease not in here:
             fault = "outside its lease.atomic()"
         elif self.__dict__.get("last_fence_token") != lease.token:
             fault = "from an instance that was loaded before the lock: use what atomic() yields"
         else:
             return
+        resource = here[-1].resource
         raise UnfencedWrite(
-            f"Cannot {action} {lease.resource!r}, which this flow holds, {fault}.",
-            resource=lease.resource,
+            f"Cannot {action} {resource!r}, which this flow holds, {fault}.", resource=resource
         )
 
 
