@@ -5,6 +5,9 @@ from typing import Any, cast
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.dispatch import receiver
+from django.utils.functional import cached_property
 from django.utils.module_loading import import_string
 
 from django_fencing.timing import seconds
@@ -82,14 +85,21 @@ class Conf:
         value = self._read("CLIENT_FACTORY")
         return None if value is None else self._callable("CLIENT_FACTORY", value)
 
-    def _read(self, key: str) -> Any:
+    @cached_property
+    def _given(self) -> dict[str, Any]:
+        """What the project has set, until override_settings() says that it has changed."""
         given = getattr(settings, "FENCING", {})
+        if not isinstance(given, dict):
+            raise ImproperlyConfigured(f"FENCING must be a dictionary, not {given!r}.")
         if unknown := given.keys() - DEFAULTS.keys():
             raise ImproperlyConfigured(
                 f"FENCING has unknown keys: {', '.join(sorted(map(str, unknown)))}. "
                 f"The known ones are {', '.join(DEFAULTS)}."
             )
-        return given.get(key, DEFAULTS[key])
+        return given
+
+    def _read(self, key: str) -> Any:
+        return self._given.get(key, DEFAULTS[key])
 
     def _text(self, key: str) -> str:
         value = self._read(key)
@@ -114,3 +124,9 @@ class Conf:
 
 
 conf = Conf()
+
+
+@receiver(setting_changed)
+def _forget(*, setting: str, **kwargs: Any) -> None:
+    if setting == "FENCING":
+        vars(conf).pop("_given", None)

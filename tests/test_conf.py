@@ -53,6 +53,15 @@ def test_unknown_keys_are_an_error() -> None:
         conf.ttl  # noqa: B018
 
 
+def test_the_setting_must_be_a_dictionary() -> None:
+    """Anything else is an error that says so."""
+    with (
+        override_settings(FENCING=["TTL"]),
+        pytest.raises(ImproperlyConfigured, match="must be a dictionary"),
+    ):
+        conf.ttl  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("key", "value", "attribute"),
     [
