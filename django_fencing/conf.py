@@ -5,9 +5,6 @@ from typing import Any, cast
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
-from django.core.signals import setting_changed
-from django.dispatch import receiver
-from django.utils.functional import cached_property
 from django.utils.module_loading import import_string
 
 from django_fencing.timing import seconds
@@ -25,9 +22,14 @@ DEFAULTS: dict[str, Any] = {
     "CLIENT_FACTORY": None,
 }
 
+_NOTHING: dict[str, Any] = {}
+
 
 class Conf:
     """One property per setting. Durations are seconds."""
+
+    def __init__(self) -> None:
+        self._checked: object = None  # the FENCING whose keys are known to be right
 
     @property
     def cache(self) -> str:
@@ -85,21 +87,12 @@ class Conf:
         value = self._read("CLIENT_FACTORY")
         return None if value is None else self._callable("CLIENT_FACTORY", value)
 
-    @cached_property
-    def _given(self) -> dict[str, Any]:
-        """What the project has set, until override_settings() says that it has changed."""
-        given = getattr(settings, "FENCING", {})
-        if not isinstance(given, dict):
-            raise ImproperlyConfigured(f"FENCING must be a dictionary, not {given!r}.")
-        if unknown := given.keys() - DEFAULTS.keys():
-            raise ImproperlyConfigured(
-                f"FENCING has unknown keys: {', '.join(sorted(map(str, unknown)))}. "
-                f"The known ones are {', '.join(DEFAULTS)}."
-            )
-        return given
-
     def _read(self, key: str) -> Any:
-        return self._given.get(key, DEFAULTS[key])
+        given = getattr(settings, "FENCING", _NOTHING)
+        if given is not self._checked:
+            _refuse_unknown(given)
+            self._checked = given
+        return given.get(key, DEFAULTS[key])
 
     def _text(self, key: str) -> str:
         value = self._read(key)
@@ -123,10 +116,14 @@ class Conf:
         return cast("Callable[[], Any]", found)
 
 
+def _refuse_unknown(given: Any) -> None:
+    if not isinstance(given, dict):
+        raise ImproperlyConfigured(f"FENCING must be a dictionary, not {given!r}.")
+    if unknown := given.keys() - DEFAULTS.keys():
+        raise ImproperlyConfigured(
+            f"FENCING has unknown keys: {', '.join(sorted(map(str, unknown)))}. "
+            f"The known ones are {', '.join(DEFAULTS)}."
+        )
+
+
 conf = Conf()
-
-
-@receiver(setting_changed)
-def _forget(*, setting: str, **kwargs: Any) -> None:
-    if setting == "FENCING":
-        vars(conf).pop("_given", None)

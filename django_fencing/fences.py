@@ -15,6 +15,9 @@ from django_fencing.resources import Resource
 _LOCK_NOT_AVAILABLE = "55P03"
 _RETRYABLE = ("40001", "40P01")  # serialization failure, deadlock
 
+# https://www.postgresql.org/docs/current/libpq-status.html, PQTRANS_INERROR
+_INERROR = 3
+
 
 class NotRegistered(Exception):
     """The fence could not be moved up to a lease; the message says why."""
@@ -100,6 +103,12 @@ def registers_alone(alias: str) -> bool:
     return getattr(level, "name", "") in ("REPEATABLE_READ", "SERIALIZABLE")
 
 
+def is_aborted(alias: str) -> bool:
+    """Say whether the open transaction has failed, so that PostgreSQL's COMMIT rolls it back."""
+    info = getattr(connections[alias].connection, "info", None)
+    return getattr(info, "transaction_status", None) == _INERROR
+
+
 def _rows(resource: Resource) -> QuerySet[FencedResource]:
     """Return the fence's one row, past every manager: hidden rows are seen, nothing is joined."""
     model = resource.row_model
@@ -163,34 +172,35 @@ def _move_returning(
             raise NotRegistered(f"its row stayed locked for {patience:g} s") from error
         raise
     for row in found:
-        del row.__dict__["fencing_restored"]
+        del row.__dict__["fencing restored"]
         return row
     return None
 
 
 # The guard sets a local lock_timeout and the last column sets the former one back, so bounding
-# the wait costs no round trip, and what follows in the transaction is not bounded.
+# the wait costs no round trip, and what follows in the transaction is not bounded. The names
+# have a space because no table has.
 _MOVE = """
-WITH fencing_guard AS MATERIALIZED (
+WITH "fencing guard" AS MATERIALIZED (
     SELECT current_setting('lock_timeout') AS former,
            set_config('lock_timeout', %(patience)s, true) AS patience
     WHERE {condition}
-), fencing_moved AS ({move} RETURNING {returned})
-SELECT fencing_moved.*, set_config('lock_timeout', former, true) AS fencing_restored
-FROM fencing_moved, fencing_guard
+), "fencing moved" AS ({move} RETURNING {returned})
+SELECT "fencing moved".*, set_config('lock_timeout', former, true) AS "fencing restored"
+FROM "fencing moved", "fencing guard"
 """
 
 _UPDATE = """
     UPDATE {table} SET {token} = %(token)s, {holder} = %(holder)s
-    FROM fencing_guard
-    WHERE {table}.{pk} = %(pk)s AND fencing_guard.patience IS NOT NULL AND (
+    FROM "fencing guard" AS guard
+    WHERE {table}.{pk} = %(pk)s AND guard.patience IS NOT NULL AND (
         {table}.{token} < %(token)s
         OR ({table}.{token} = %(token)s AND {table}.{holder} = %(holder)s))
 """
 
 _UPSERT = """
     INSERT INTO {table} ({pk}, {token}, {holder})
-    SELECT %(pk)s, %(token)s, %(holder)s FROM fencing_guard
+    SELECT %(pk)s, %(token)s, %(holder)s FROM "fencing guard"
     ON CONFLICT ({pk}) DO UPDATE SET {token} = EXCLUDED.{token}, {holder} = EXCLUDED.{holder}
     WHERE {table}.{token} < EXCLUDED.{token}
         OR ({table}.{token} = EXCLUDED.{token} AND {table}.{holder} = EXCLUDED.{holder})

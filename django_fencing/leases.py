@@ -23,7 +23,7 @@ from django_fencing.models import FencedResource
 from django_fencing.names import encoded
 from django_fencing.registrar import Registrar
 from django_fencing.resources import Resource
-from django_fencing.stores.base import Released, Store
+from django_fencing.stores.base import Store
 from django_fencing.timing import Duration, now, seconds
 
 logger = logging.getLogger("django_fencing")
@@ -56,7 +56,6 @@ class Lease:
         token: int,
         ttl: float,
         sent: float,
-        doubtful: bool = False,
     ) -> None:
         self.holder = holder
         self.ttl = ttl
@@ -66,8 +65,6 @@ class Lease:
         self._ends = sent + ttl
         self._lost = False
         self._released: bool | None = None
-        self._release_unknown = False
-        self._doubtful = doubtful  # an acquire of this holder may still be on its way
         self._releasing = threading.Lock()
         self._registrar = Registrar(store, resource, holder, token)
 
@@ -164,10 +161,15 @@ class Lease:
         """
         length = self.ttl if ttl is None else seconds("ttl", ttl, most=conf.max_ttl)
         self._refuse_released()
-        sent = now()
-        if not self._store.extend(self._resource, self.holder, ttl=length):
+        ends = now() + length
+        try:
+            extended = self._store.extend(self._resource, self.holder, ttl=length)
+        except StoreUnavailable:
+            self._ends = min(self._ends, ends)  # it may have been done, and have shortened
+            raise
+        if not extended:
             raise self._lose("it ran out, or another holder has it")
-        self.ttl, self._ends = length, sent + length
+        self.ttl, self._ends = length, ends
 
     def release(self) -> bool:
         """
@@ -223,14 +225,7 @@ class Lease:
         return min(self.ttl, max(wait, _PATIENCE))
 
     def _give_back(self) -> bool:
-        try:
-            found = self._store.release(self._resource, self.holder, bury=self._doubtful)
-        except StoreUnavailable:
-            self._release_unknown = True
-            raise
-        freed = found is Released.FREED or (
-            found is Released.GONE and self._release_unknown and now() < self._ends
-        )
+        freed = self._store.release(self._resource, self.holder)
         self._lost = self._lost or not freed
         return freed
 

@@ -164,7 +164,7 @@ class _Asked:
     resource: Resource
     holder: Holder
     ttl: float
-    doubtful: bool = False  # whether the outcome of an attempt is unknown
+    doubtful: bool = False  # whether an attempt's outcome is unknown
 
     def attempt(self, settle: Settle, rest: float) -> Lease:
         """Propose, then settle. Raise LockHeld or StoreUnavailable, which may be tried again."""
@@ -177,7 +177,7 @@ class _Asked:
     def abandon(self) -> None:
         """End what the store may have granted, or may yet grant, as far as it answers."""
         with suppress(StoreUnavailable, ImproperlyConfigured):
-            self.store.release(self.resource, self.holder, bury=True)
+            self.store.release(self.resource, self.holder)
 
     def _attempt(self, settle: Settle, rest: float) -> Lease:
         sent = now()
@@ -193,13 +193,12 @@ class _Asked:
             token=answer.token,
             ttl=self.ttl,
             sent=sent,
-            doubtful=self.doubtful,
         )
         try:
             settle(lease, rest)
         except (NotRegistered, LeaseLost) as error:
             # A grant that is lost before the body begins is a refusal.
-            self.store.release(self.resource, self.holder)
+            self.store.release(self.resource, self.holder, again=True)
             raise self._held(Refusal(held_by=f"nobody that could register: {error}")) from error
         return lease
 

@@ -45,6 +45,20 @@ class FencedResource(models.Model):
         alias = router.db_for_write(type(self), instance=self)
         return row_name(fence_model(type(self)), fence_pk(self), alias)
 
+    def refresh_from_db(self, using: Any = None, fields: Any = None, **kwargs: Any) -> None:
+        """Refresh as usual. Reading some fields anew does not make the others fresh."""
+        mark = self._load_mark()
+        super().refresh_from_db(using=using, fields=fields, **kwargs)
+        self.__dict__.pop("_fence_mark", None)
+        if fields is not None:
+            self._fence_mark = mark
+
+    def _load_mark(self) -> tuple[Any, Any]:
+        """Return the fence as it was when the columns were read, as far as it was read then."""
+        read = (self.__dict__.get("last_fence_token"), self.__dict__.get("last_fence_holder"))
+        mark: tuple[Any, Any] = self.__dict__.get("_fence_mark", read)
+        return mark
+
     def save_base(
         self,
         raw: bool = False,
@@ -78,18 +92,19 @@ class FencedResource(models.Model):
         return super()._do_insert(manager, using, fields, returning_fields, raw)  # type: ignore[misc]
 
     def _refuse_unfenced(self, action: str, using: str | None) -> None:
+        alias = using or router.db_for_write(type(self), instance=self)
         leases = flow.held()
+        if fencing := flow.fenced_by(alias):
+            leases.append(fencing)
         if not leases:
             return
-        alias = using or router.db_for_write(type(self), instance=self)
         place = (alias, fence_model(type(self)), fence_pk(self))
         here = [lease for lease in leases if lease.place == place]
         if not here:
             return
-        lease = flow.fenced_by(alias)
-        if lease is None or lease not in here:
+        if fencing is None or fencing not in here:
             fault = "outside its lease.atomic()"
-        elif self.__dict__.get("last_fence_token") != lease.token:
+        elif self._load_mark() != (fencing.token, fencing.holder.id):
             fault = "from an instance that was loaded before the lock: use what atomic() yields"
         else:
             return

@@ -80,6 +80,7 @@ class Keys:
         """The sorted set of this tag's held resources, by the millisecond at which they lapse."""
         return f"{self.base}:held"
 
-    def tombstone(self, holder: str) -> str:
-        """What refuses a late acquire of a holder that gave up or released."""
-        return f"{self.base}:tombstone:{holder}"
+    @property
+    def done(self) -> str:
+        """The sorted set of this tag's holders that released or gave up a moment ago."""
+        return f"{self.base}:done"

@@ -35,6 +35,8 @@ class Registrar:
         self._resource = resource
         self._holder = holder
         self._registered = False
+        self._attempted = False  # a transaction has registered, and may have been rolled back
+        self._aborted = False
         self._registering = threading.Lock()
 
     def register(self, patience: float) -> None:
@@ -60,6 +62,9 @@ class Registrar:
         """
         if not self._registered:
             fenced.enter_context(self._registering)  # one first registration at a time
+        if not self._registered and self._attempted:
+            # Rows that were read in a transaction which was rolled back bear the former token.
+            self.token += 1
         if not self._registered and fences.registers_alone(self._resource.alias):
             self.register(patience)
         for _ in range(_TRIES):
@@ -85,7 +90,8 @@ class Registrar:
             attempt.enter_context(transaction.atomic(using=alias, durable=True))
             row = self._locked_row(patience)
             if row is not None:
-                # Left before the commit: on_commit hooks run outside the fenced transaction.
+                # Both before the commit: on_commit hooks run outside the fenced transaction.
+                attempt.callback(self._note_abort)
                 attempt.enter_context(flow.fenced(alias, lease))
                 fenced.enter_context(attempt.pop_all())
         return row
@@ -95,11 +101,16 @@ class Registrar:
             return fences.check(self._resource, self._mine)
         row = fences.register_inside(self._resource, self._mine, patience=patience)
         if row is not None:
+            self._attempted, self._aborted = True, False
             transaction.on_commit(self._mark_registered, using=self._resource.alias)
         return row
 
+    def _note_abort(self) -> None:
+        """A query that failed and was swallowed makes COMMIT a rollback, without an error."""
+        self._aborted = fences.is_aborted(self._resource.alias)
+
     def _mark_registered(self) -> None:
-        self._registered = True
+        self._registered = not self._aborted
 
     def _take_higher_token(self) -> None:
         """The fence is not below: the counter was lost, or another holder took over."""

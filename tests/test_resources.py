@@ -185,9 +185,9 @@ bad_resources: list[Any] = [
     Job,
     Job(),
     Job(pk=7),
-    Document(),
+    Document(id=uuid.UUID(int=7)),
     Plain(pk=1),
-    object(),
+    ...,
 ]
 
 

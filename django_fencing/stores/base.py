@@ -1,21 +1,12 @@
 """What a store does for the protocol, and which store the settings name."""
 
 from abc import ABC, abstractmethod
-from enum import Enum
 
 from django.utils.module_loading import import_string
 
 from django_fencing.conf import conf
 from django_fencing.grants import Grant, Holder, Refusal
 from django_fencing.resources import Resource
-
-
-class Released(Enum):
-    """What a release found."""
-
-    FREED = "freed"  # the holder's own lease, which is gone now
-    GONE = "gone"  # no lease at all
-    OTHER = "other"  # somebody else's lease, left as it was
 
 
 class Store(ABC):
@@ -46,12 +37,12 @@ class Store(ABC):
         """Let the holder's own lease end `ttl` seconds from now; False if it is not held."""
 
     @abstractmethod
-    def release(self, resource: Resource, holder: Holder, *, bury: bool = False) -> Released:
+    def release(self, resource: Resource, holder: Holder, *, again: bool = False) -> bool:
         """
-        End the holder's own lease.
+        End the holder's own lease, and say whether this or an earlier release has ended it.
 
-        `bury` leaves a tombstone for a minute: an acquire of this holder whose outcome is
-        unknown, and which may arrive late, is refused.
+        The holder is remembered as done for a minute, so that an acquire of it that arrives
+        late is refused, unless it will ask `again`.
         """
 
 

@@ -9,21 +9,25 @@ import redis
 from django.core.cache import InvalidCacheBackendError, caches
 from django.core.exceptions import ImproperlyConfigured
 from django_redis.client import DefaultClient, ShardClient
+from redis.client import NEVER_DECODE
+from redis.exceptions import RedisClusterException
 
 from django_fencing.conf import conf
 from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import JUMP, TOKEN_LIMIT, Grant, Holder, Refusal
 from django_fencing.resources import Resource
-from django_fencing.stores.base import Released, Store
+from django_fencing.stores.base import Store
+
+# Replies come as bytes whatever `decode_responses` the client has: a lease that another program
+# wrote need not be text.
+_RAW: dict[str, Any] = {NEVER_DECODE: []}
 
 # Of the hash that is a lease. A lease with another layout counts as held by unknown.
 _LAYOUT = "1"
 
-# How long a late acquire of a holder that gave up is refused.
-_TOMBSTONE_MS = 60_000
-
-# Bytes kept of each text that describes the holder, so that a lease stays below 512 bytes.
-_LONGEST_TEXT = 80
+# Bytes kept of each text that describes the holder: Redis keeps a hash compact as long as no
+# value is longer (hash-max-listpack-value), and the lease stays below 512 bytes.
+_LONGEST_TEXT = 64
 
 
 class RedisStore(Store):
@@ -41,7 +45,7 @@ class RedisStore(Store):
         status, *rest = self._run(
             "acquire",
             resource,
-            [keys.lease, keys.token, keys.held, keys.tombstone(holder.id.hex)],
+            [keys.lease, keys.done, keys.held, keys.token],
             [
                 holder.id.hex,
                 _milliseconds(ttl),
@@ -60,21 +64,23 @@ class RedisStore(Store):
         )
         if status == "held":
             return Refusal(remaining=_remaining(rest[0]), held_by=_described(*rest[1:]))
-        if status == "buried":
+        if status == "done":
             return Refusal()
         return self._granted(status, rest, resource)
 
     def reissue(self, resource: Resource, holder: Holder, *, above: int) -> Grant | Refusal:
+        keys = resource.keys
         status, *rest = self._run(
             "reissue",
             resource,
-            [resource.keys.lease, resource.keys.token],
+            [keys.lease, keys.done, keys.token],
             [holder.id.hex, above, JUMP, TOKEN_LIMIT, _milliseconds(conf.idle_ttl)],
         )
         return Refusal() if status == "lost" else self._granted(status, rest, resource)
 
     def confirm(self, resource: Resource, holder: Holder) -> bool:
-        (status,) = self._run("confirm", resource, [resource.keys.lease], [holder.id.hex])
+        keys = resource.keys
+        (status,) = self._run("confirm", resource, [keys.lease, keys.done], [holder.id.hex])
         return status == "mine"
 
     def extend(self, resource: Resource, holder: Holder, *, ttl: float) -> bool:
@@ -82,31 +88,32 @@ class RedisStore(Store):
         (status,) = self._run(
             "extend",
             resource,
-            [keys.lease, keys.held],
-            [holder.id.hex, _milliseconds(ttl), keys.member],
+            [keys.lease, keys.done, keys.held],
+            [holder.id.hex, _milliseconds(ttl), keys.member, _milliseconds(conf.idle_ttl)],
         )
         return status == "mine"
 
-    def release(self, resource: Resource, holder: Holder, *, bury: bool = False) -> Released:
+    def release(self, resource: Resource, holder: Holder, *, again: bool = False) -> bool:
         keys = resource.keys
         (status,) = self._run(
             "release",
             resource,
-            [keys.lease, keys.held, keys.tombstone(holder.id.hex)],
-            [holder.id.hex, keys.member, _TOMBSTONE_MS if bury else 0],
+            [keys.lease, keys.done, keys.held],
+            [holder.id.hex, keys.member, _milliseconds(conf.idle_ttl), int(again)],
         )
-        return Released(status)
+        return status == "freed"
 
     def _run(self, name: str, resource: Resource, keys: list[str], args: list[Any]) -> list[str]:
         """Run a script by its digest; where the server has lost it, send it whole."""
         script, digest = _script(name)
-        client = _client()
+        rest = (len(keys), *keys, *args)
         try:
+            client = _client()
             try:
-                reply = client.evalsha(digest, len(keys), *keys, *args)
+                reply = client.execute_command("EVALSHA", digest, *rest, **_RAW)
             except redis.exceptions.NoScriptError:
-                reply = client.eval(script, len(keys), *keys, *args)
-        except (redis.RedisError, OSError) as error:
+                reply = client.execute_command("EVAL", script, *rest, **_RAW)
+        except (redis.RedisError, RedisClusterException, OSError) as error:
             raise StoreUnavailable(
                 f"Cannot {name} {resource.name!r}: {error}", resource=resource.name
             ) from error
@@ -147,7 +154,7 @@ def _client() -> Any:
 def _script(name: str) -> tuple[str, str]:
     """Return the script and its SHA-1, by which EVALSHA names it."""
     folder = files("django_fencing.stores") / "lua"
-    parts = ["counter", name] if name in ("acquire", "reissue") else [name]
+    parts = ["lease", *(["counter"] if name in ("acquire", "reissue") else []), name]
     text = "\n".join((folder / f"{part}.lua").read_text("utf-8") for part in parts)
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
@@ -169,5 +176,4 @@ def _short(text: str) -> str:
 
 
 def _text(part: Any) -> str:
-    """Return a reply as text, whatever `decode_responses` and RESP version the client has."""
     return part.decode(errors="replace") if isinstance(part, bytes) else str(part)

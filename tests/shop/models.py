@@ -78,8 +78,7 @@ class Owned(FencedResource):
     objects: ClassVar[models.Manager[Any]] = OwnedManager()
 
     class Meta:
-        db_table = "fencing_guard"
-        base_manager_name = "objects"
+        db_table = "fencing guard 7"
 
 
 class Code(FencedResource):

@@ -1,7 +1,8 @@
 -- Say whether the lease is still the holder's.
 --
--- KEYS  1 lease
+-- KEYS  1 lease  2 done
 -- ARGV  1 holder
 -- returns  'mine' or 'lost'
-if redis.pcall('HGET', KEYS[1], 'holder') == ARGV[1] then return 'mine' end
+forget_done(KEYS[2])
+if holder_of(KEYS[1]) == ARGV[1] then return 'mine' end
 return 'lost'

@@ -1,15 +1,19 @@
--- End the holder's own lease.
+-- End the holder's own lease, and remember that the holder is done.
 --
--- KEYS  1 lease  2 held (sorted set)  3 tombstone of this holder
--- ARGV  1 holder  2 member of held  3 life of the tombstone, ms; 0 leaves none
--- returns  'freed', 'gone' if there is no lease, 'other' if it is not the holder's
-local outcome = 'other'
-if redis.pcall('HGET', KEYS[1], 'holder') == ARGV[1] then
+-- KEYS  1 lease  2 done  3 held
+-- ARGV  1 holder  2 member of held  3 idle ttl ms  4 '1' if the holder will ask again
+-- returns  'freed' if this or an earlier run has ended the lease, else 'lost'
+forget_done(KEYS[2])
+local freed = holder_of(KEYS[1]) == ARGV[1]
+if freed then
   redis.call('DEL', KEYS[1])
-  redis.pcall('ZREM', KEYS[2], ARGV[2])
-  outcome = 'freed'
-elseif redis.call('EXISTS', KEYS[1]) == 0 then
-  outcome = 'gone'
+  redis.call('ZREM', KEYS[3], ARGV[2])
 end
-if ARGV[3] ~= '0' then redis.call('SET', KEYS[3], '', 'PX', ARGV[3]) end
-return outcome
+if ARGV[4] == '1' then return freed and 'freed' or 'lost' end
+
+-- The half millisecond says that the lease was freed, to a run whose reply was lost.
+local score = redis.call('ZSCORE', KEYS[2], ARGV[1])
+freed = freed or (score and tonumber(score) % 1 > 0)
+redis.call('ZADD', KEYS[2], now + (freed and 0.5 or 0), ARGV[1])
+redis.call('PEXPIRE', KEYS[2], math.min(60000, tonumber(ARGV[3])))
+return freed and 'freed' or 'lost'
