@@ -86,6 +86,11 @@ def check(resource: Resource, mine: Registration) -> FencedResource:
     return _whole(resource, row)
 
 
+def stale(resource: Resource, mine: Registration) -> StaleToken:
+    """Return the error that says what the fence is instead of `mine`."""
+    return _stale(resource, mine, read(resource))
+
+
 def read(resource: Resource) -> Registration:
     """Return what the fence says. Raise InvalidResource if its row does not exist."""
     fields = ("last_fence_token", "last_fence_holder")

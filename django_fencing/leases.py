@@ -186,26 +186,26 @@ class Lease:
         flow.let_go(self, self._flow)
         return self._released
 
-    def leave(self, *, failed: bool) -> None:
+    def leave(self, error: BaseException | None) -> None:
         """
         Release at the end of a block, with a second attempt if the store does not answer.
 
-        What the block has raised or committed stands: a lease that ran out meanwhile, or that
-        cannot be given back, is a warning.
+        What the block has raised (`error`) or committed stands: a lease that ran out
+        meanwhile, or that cannot be given back, is a warning.
         """
         try:
             try:
                 freed = self.release()
             except StoreUnavailable:
                 freed = self.release()
-            if not freed:
-                self._warn("it had ended before its block")
-        except StoreUnavailable as error:
-            self._warn(f"it was not given back and will run out: {error}")
-        except InsideTransaction as error:
-            if not failed:
+            if not freed and not isinstance(error, LeaseLost):
+                self._warn("it ran out, or was overtaken, before its block ended")
+        except StoreUnavailable as failure:
+            self._warn(f"it was not given back and will run out: {failure}")
+        except InsideTransaction as failure:
+            if error is None:
                 raise
-            self._warn(f"it was not given back and will run out: {error}")
+            self._warn(f"it was not given back and will run out: {failure}")
         finally:
             flow.let_go(self, self._flow)
 

@@ -104,7 +104,7 @@ class FencedLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._leaving().leave(failed=error is not None)
+        self._leaving().leave(error)
 
     @contextmanager
     def opened(self) -> Iterator[Lease]:
@@ -115,10 +115,10 @@ class FencedLock:
             try:
                 with fenced.pop_all():
                     yield lease
-            except BaseException:
-                lease.leave(failed=True)
+            except BaseException as error:
+                lease.leave(error)
                 raise
-            lease.leave(failed=False)
+            lease.leave(None)
 
     def _leaving(self) -> Lease:
         """Take the lease of the block that is left: the newest of this flow, or the only one."""

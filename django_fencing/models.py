@@ -45,13 +45,19 @@ class FencedResource(models.Model):
         alias = router.db_for_write(type(self), instance=self)
         return row_name(fence_model(type(self)), fence_pk(self), alias)
 
-    def refresh_from_db(self, using: Any = None, fields: Any = None, **kwargs: Any) -> None:
+    def refresh_from_db(
+        self, using: str | None = None, fields: Any = None, from_queryset: Any = None
+    ) -> None:
         """Refresh as usual. Reading some fields anew does not make the others fresh."""
         mark = self._load_mark()
-        super().refresh_from_db(using=using, fields=fields, **kwargs)
+        super().refresh_from_db(using, fields, from_queryset)
         self.__dict__.pop("_fence_mark", None)
         if fields is not None:
             self._fence_mark = mark
+
+    def forget_load_mark(self) -> None:
+        """Let nobody save this instance under a lease: its columns may be older than the fence."""
+        self._fence_mark = (None, None)
 
     def _load_mark(self) -> tuple[Any, Any]:
         """Return the fence as it was when the columns were read, as far as it was read then."""

@@ -62,9 +62,8 @@ class Registrar:
         """
         if not self._registered:
             fenced.enter_context(self._registering)  # one first registration at a time
-        if not self._registered and self._attempted:
-            # Rows that were read in a transaction which was rolled back bear the former token.
-            self.token += 1
+        if not self._registered and self.row is not None:
+            self.row.forget_load_mark()  # it was read in a transaction that did not commit
         if not self._registered and fences.registers_alone(self._resource.alias):
             self.register(patience)
         for _ in range(_TRIES):
@@ -76,6 +75,10 @@ class Registrar:
             if row is not None:
                 self.row = row
                 return row
+            if self._attempted:
+                # A higher token would bring what the earlier attempt has read over what the
+                # holder that registered since then has written.
+                raise fences.stale(self._resource, self._mine)
             self._take_higher_token()
         raise NotRegistered("others registered first, again and again")
 

@@ -4,37 +4,28 @@ import os
 import tempfile
 from pathlib import Path
 
-import dj_database_url
+from config.settings import *  # noqa: F403 - the example's, with more databases and models
+from config.settings import DATABASES, INSTALLED_APPS
 
-SECRET_KEY = "tests"
-USE_TZ = True
-DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = [
-    "django.contrib.auth",
-    "django.contrib.contenttypes",
-    "django_fencing",
-    "tests.shop",
-]
+INSTALLED_APPS = [*INSTALLED_APPS, "tests.shop"]
 
-POSTGRESQL = dj_database_url.parse(os.environ["DATABASE_URL"])
+POSTGRESQL = DATABASES["default"]
 DATABASES = {
     "default": POSTGRESQL,
     # The same database at another isolation level, as psycopg.IsolationLevel counts them.
-    "repeatable": POSTGRESQL
-    | {"OPTIONS": {"isolation_level": 3}, "TEST": {"MIRROR": "default"}},
+    "repeatable": POSTGRESQL | {"OPTIONS": {"isolation_level": 3}, "TEST": {"MIRROR": "default"}},
+    # And at one that Django does not know of.
+    "snapshot": POSTGRESQL
+    | {
+        "OPTIONS": {"options": r"-c default_transaction_isolation=repeatable\ read"},
+        "TEST": {"MIRROR": "default"},
+    },
     "other": POSTGRESQL | {"TEST": {"NAME": "test_fencing_other"}},
     "sqlite": {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": ":memory:",
-        "OPTIONS": {"timeout": 20},
+        "OPTIONS": {"timeout": 20, "init_command": "PRAGMA synchronous = OFF"},
         "TEST": {"NAME": str(Path(tempfile.gettempdir()) / f"fencing-tests-{os.getpid()}.sqlite3")},
-    },
-}
-
-CACHES = {
-    "default": {
-        "BACKEND": "django_redis.cache.RedisCache",
-        "LOCATION": os.environ["REDIS_URL"],
     },
 }
 

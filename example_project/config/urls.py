@@ -1,0 +1,6 @@
+"""The admin is all there is to see."""
+
+from django.contrib import admin
+from django.urls import path
+
+urlpatterns = [path("admin/", admin.site.urls)]

@@ -1,0 +1,1 @@
+"""A homeowners' association: monthly charges and complaints."""

@@ -1,0 +1,98 @@
+"""Charge an organization for a month: read the meters, then write everything at once."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date, timedelta
+from decimal import Decimal
+from enum import StrEnum
+
+from django.db.models import F
+
+from django_fencing.exceptions import LockHeld
+from django_fencing.leases import Lease
+from django_fencing.locks import fenced_lock
+from hoa.meters import read_meters
+from hoa.models import Charge, MonthlyChargeRun, Organization, Unit
+
+logger = logging.getLogger(__name__)
+_DETAILS = "organization=%(organization)d month=%(month)s token=%(token)d"
+
+WATER_PRICE = Decimal("2.50")  # per cubic metre
+
+
+class Outcome(StrEnum):
+    CHARGED = "charged"
+    ALREADY_RUN = "already run"
+    HELD = "held"  # by another replica, which is about to charge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a call came to, and the run that the month has; None if another is at work."""
+
+    outcome: Outcome
+    run: MonthlyChargeRun | None = None
+
+
+def generate_monthly_charges(
+    organization: Organization, month: date, *, ttl: float | timedelta | None = None
+) -> Result:
+    """
+    Charge each unit for the month of that day, unless it is done already or being done.
+
+    Any number of replicas may call this at any time. `ttl` is in seconds, None means the
+    setting. Raise StaleToken if another replica took over while this one stood still,
+    MetersUnavailable, and what fenced_lock() raises; then nothing has been written.
+    """
+    try:
+        with fenced_lock(lock_name(organization), ttl=ttl, wait=0) as lease:
+            return charge_month(organization, month, lease)
+    except LockHeld:
+        return Result(outcome=Outcome.HELD)
+
+
+def lock_name(organization: Organization) -> str:
+    """Name the lock: there may be no run yet, so there is no row to lock."""
+    return f"monthly-charges:{organization.pk}"
+
+
+def charge_month(organization: Organization, month: date, lease: Lease) -> Result:
+    """Charge under a lease that has registered, as fenced_lock() sees to."""
+    month = month.replace(day=1)
+    # One check is enough: since the lease registered, an older holder cannot commit, and as soon
+    # as a newer one registers, the fenced transaction below is refused.
+    if run := MonthlyChargeRun.objects.filter(organization=organization, month=month).first():
+        return Result(outcome=Outcome.ALREADY_RUN, run=run)
+
+    details = {"organization": organization.pk, "month": f"{month:%Y-%m}", "token": lease.token}
+    logger.info(f"month_not_run {_DETAILS}", details)
+    units = list(organization.units.order_by("pk"))
+    readings = read_meters([unit.label for unit in units], month)
+    amounts = {unit: amount_due(unit, readings) for unit in units}
+
+    with lease.atomic():
+        run = write_run(organization, month, amounts, lease.token)
+    logger.info(f"month_charged {_DETAILS}", details)
+    return Result(outcome=Outcome.CHARGED, run=run)
+
+
+def amount_due(unit: Unit, readings: Mapping[str, Decimal]) -> Decimal:
+    """Return what the unit has to pay for what its meter has counted."""
+    return round(unit.fee + WATER_PRICE * readings[unit.label], 2)
+
+
+def write_run(
+    organization: Organization, month: date, amounts: Mapping[Unit, Decimal], token: int
+) -> MonthlyChargeRun:
+    """Write the run, its charges and the new balances."""
+    total = sum(amounts.values(), Decimal(0))
+    run = MonthlyChargeRun.objects.create(
+        organization=organization, month=month, total=total, token=token
+    )
+    Charge.objects.bulk_create(
+        Charge(run=run, unit=unit, amount=amount) for unit, amount in amounts.items()
+    )
+    for unit, amount in amounts.items():
+        Unit.objects.filter(pk=unit.pk).update(balance=F("balance") + amount)
+    return run

@@ -1,0 +1,1 @@
+"""The demo: one interleaving of two replicas, played under three guards."""

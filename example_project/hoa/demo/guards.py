@@ -1,0 +1,110 @@
+"""Three guards for the same work: two that look right, and the one that is."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import date
+from typing import Any, Protocol, cast
+
+from django.conf import settings
+from django.core.cache import cache
+from django.db import transaction
+from django_redis import get_redis_connection
+
+from django_fencing.leases import Lease
+from django_fencing.models import Fence
+from django_fencing.resources import resolve
+from hoa.charges import Result, charge_month, generate_monthly_charges, lock_name
+from hoa.models import LastWrittenToken, Organization
+
+
+class RefusedByToken(Exception):
+    """The textbook rule has refused a write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsafeLease:
+    """What charge_month() needs of a lease, with none of its promises."""
+
+    token: int
+    atomic: Callable[[], AbstractContextManager[Any]]
+
+
+def charge_with_plain_lock(organization: Organization, month: date, *, ttl: float) -> Result:
+    """NOT what to do: the lock runs out, and the write does not notice."""
+    with cast("Any", cache).lock(unsafe_name(organization), timeout=ttl, blocking=False):
+        unsafe = UnsafeLease(token=0, atomic=transaction.atomic)
+        return charge_month(organization, month, cast("Lease", unsafe))
+
+
+def charge_with_textbook_token(organization: Organization, month: date, *, ttl: float) -> Result:
+    """NOT what to do: a token is refused only if a higher one has *written* before."""
+    last_written, _ = LastWrittenToken.objects.get_or_create(organization=organization)
+    with cast("Any", cache).lock(unsafe_name(organization), timeout=ttl, blocking=False):
+        token = get_redis_connection().incr(textbook_counter(organization))
+
+        @contextmanager
+        def compare_and_write() -> Iterator[None]:
+            with transaction.atomic():
+                older = LastWrittenToken.objects.filter(pk=last_written.pk, token__lt=token)
+                if not older.update(token=token):
+                    raise RefusedByToken(f"Token {token} is not above the last one written.")
+                yield
+
+        unsafe = UnsafeLease(token=token, atomic=compare_and_write)
+        return charge_month(organization, month, cast("Lease", unsafe))
+
+
+def unsafe_name(organization: Organization) -> str:
+    return f"{settings.FENCING['NAMESPACE']}:{lock_name(organization)}"
+
+
+def textbook_counter(organization: Organization) -> str:
+    return f"{unsafe_name(organization)}:token"
+
+
+def forget(organization: Organization) -> None:
+    """Remove what the guards keep about an organization that nobody will ever lock again."""
+    resource = resolve(lock_name(organization))
+    Fence.objects.filter(pk=resource.pk).delete()
+    get_redis_connection().delete(resource.keys.token, textbook_counter(organization))
+
+
+class Charge(Protocol):
+    def __call__(self, organization: Organization, month: date, *, ttl: float) -> Result: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A guard, and how the demo's interleaving ends under it."""
+
+    title: str
+    charge: Charge
+    lock_key: Callable[[Organization], str]  # in Redis
+    runs: int
+    endings: dict[str, str]  # of replica A, which is paused, and of replica B
+
+
+VARIANTS = {
+    "plain": Variant(
+        title="a plain lock, cache.lock() of django-redis",
+        charge=charge_with_plain_lock,
+        lock_key=lambda organization: cache.make_key(unsafe_name(organization)),
+        runs=2,
+        endings={"A": "LockNotOwnedError", "B": "charged"},
+    ),
+    "textbook": Variant(
+        title="a token that is compared with the last one written",
+        charge=charge_with_textbook_token,
+        lock_key=lambda organization: cache.make_key(unsafe_name(organization)),
+        runs=2,
+        endings={"A": "LockNotOwnedError", "B": "charged"},
+    ),
+    "fenced": Variant(
+        title="django_fencing",
+        charge=generate_monthly_charges,
+        lock_key=lambda organization: resolve(lock_name(organization)).keys.lease,
+        runs=1,
+        endings={"A": "StaleToken", "B": "charged"},
+    ),
+}
