@@ -23,6 +23,10 @@ from django_fencing.timing import Duration, now, seconds
 # The pause between two attempts grows from the first to the second, with jitter.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25
 
+# redis-py hides its retries. A call that took this long may have been sent twice, and the first
+# may still be on its way.
+_SLOW = 0.5
+
 # What retry_after says where the store cannot tell.
 _UNKNOWN_REMAINING = 1.0
 
@@ -185,6 +189,7 @@ class _Asked:
             self.resource, self.holder, ttl=self.ttl, floor=self.resource.floor
         )
         if isinstance(answer, Refusal):
+            self.doubtful = self.doubtful or now() - sent > _SLOW
             raise self._held(answer)
         lease = Lease(
             self.store,

@@ -14,6 +14,8 @@ if ARGV[4] == '1' then return freed and 'freed' or 'lost' end
 -- The half millisecond says that the lease was freed, to a run whose reply was lost.
 local score = redis.call('ZSCORE', KEYS[2], ARGV[1])
 freed = freed or (score and tonumber(score) % 1 > 0)
+local life = math.min(60000, tonumber(ARGV[3]))
+redis.call('PEXPIRE', KEYS[2], life) -- where an ACL forbids it, nothing is left without expiry
 redis.call('ZADD', KEYS[2], now + (freed and 0.5 or 0), ARGV[1])
-redis.call('PEXPIRE', KEYS[2], math.min(60000, tonumber(ARGV[3])))
+redis.call('PEXPIRE', KEYS[2], life)
 return freed and 'freed' or 'lost'
