@@ -88,14 +88,13 @@ def check(resource: Resource, mine: Registration) -> FencedResource:
 
 def stale(resource: Resource, mine: Registration) -> StaleToken:
     """Return the error that says what the fence is instead of `mine`."""
-    return _stale(resource, mine, read(resource))
+    return _stale(resource, mine, _read(resource))
 
 
-def read(resource: Resource) -> Registration:
-    """Return what the fence says. Raise InvalidResource if its row does not exist."""
-    fields = ("last_fence_token", "last_fence_holder")
-    for token, holder in _rows(resource).values_list(*fields):
-        return Registration(token, holder)
+def reached(resource: Resource) -> int:
+    """Return the token that the fence has reached. Raise InvalidResource if it has no row."""
+    if found := _read(resource):
+        return found.token
     raise InvalidResource(
         f"{resource.name!r} has no row in database {resource.alias!r}.", resource=resource.name
     )
@@ -112,6 +111,11 @@ def is_aborted(alias: str) -> bool:
     """Say whether the open transaction has failed, so that PostgreSQL's COMMIT rolls it back."""
     info = getattr(connections[alias].connection, "info", None)
     return getattr(info, "transaction_status", None) == _INERROR
+
+
+def _read(resource: Resource) -> Registration | None:
+    found = _rows(resource).values_list("last_fence_token", "last_fence_holder")
+    return next((Registration(*values) for values in found), None)
 
 
 def _rows(resource: Resource) -> QuerySet[FencedResource]:
@@ -176,10 +180,11 @@ def _move_returning(
         if _sqlstate(error) == _LOCK_NOT_AVAILABLE:
             raise NotRegistered(f"its row stayed locked for {patience:g} s") from error
         raise
-    for row in found:
-        del row.__dict__["fencing restored"]
-        return row
-    return None
+    if not found:
+        return None
+    (row,) = found
+    del row.__dict__["fencing restored"]
+    return row
 
 
 # The guard sets a local lock_timeout and the last column sets the former one back, so bounding

@@ -133,7 +133,7 @@ class Lease:
         flow.refuse_transaction(alias, "open a fenced transaction of", self.resource)
         with ExitStack() as fenced:
             try:
-                row = self.open(fenced)
+                row = self._open(fenced)
             except StaleToken:
                 self._lost = True
                 raise
@@ -186,7 +186,7 @@ class Lease:
         flow.let_go(self, self._flow)
         return self._released
 
-    def leave(self, error: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         """
         Release at the end of a block, with a second attempt if the store does not answer.
 
@@ -209,14 +209,14 @@ class Lease:
         finally:
             flow.let_go(self, self._flow)
 
-    def register(self, wait: float = 0) -> None:
-        """Register and confirm before a body begins, for locks.py. Raise NotRegistered."""
+    def _register(self, wait: float = 0) -> None:
+        """Register and confirm before a body begins. Raise NotRegistered."""
         self._registrar.register(self._patience(wait))
         if not self._store.confirm(self._resource, self.holder):
             raise NotRegistered("it ran out meanwhile")
 
-    def open(self, fenced: ExitStack, wait: float = 0) -> FencedResource:
-        """Enter the fenced transaction on `fenced`, for locks.py. Raise NotRegistered."""
+    def _open(self, fenced: ExitStack, wait: float = 0) -> FencedResource:
+        """Enter the fenced transaction on `fenced`, return its row. Raise NotRegistered."""
         self._refuse_released()
         return self._registrar.open(fenced, self, self._patience(wait))
 

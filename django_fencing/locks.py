@@ -93,7 +93,7 @@ class FencedLock:
 
     def acquire(self) -> Lease:
         """Return a lease, which the caller releases. Raise as fenced_lock() says."""
-        lease = _acquire(self, Lease.register if self.register else _unregistered)
+        lease = _acquire(self, Lease._register if self.register else _unregistered)
         flow.hold(lease)
         return lease
 
@@ -108,21 +108,21 @@ class FencedLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._leaving().leave(error)
+        self._leaving()._leave(error)
 
     @contextmanager
     def opened(self) -> Iterator[Lease]:
         """Hold a lease with its fenced transaction open, which has registered it."""
         with ExitStack() as fenced:
-            lease = _acquire(self, lambda lease, rest: lease.open(fenced, rest))
+            lease = _acquire(self, lambda lease, rest: lease._open(fenced, rest))
             flow.hold(lease)
             try:
                 with fenced.pop_all():
                     yield lease
             except BaseException as error:
-                lease.leave(error)
+                lease._leave(error)
                 raise
-            lease.leave(None)
+            lease._leave(None)
 
     def _leaving(self) -> Lease:
         """Take the lease of the block that is left: the newest of this flow, or the only one."""

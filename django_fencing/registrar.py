@@ -117,7 +117,7 @@ class Registrar:
 
     def _take_higher_token(self) -> None:
         """The fence is not below: the counter was lost, or another holder took over."""
-        above = fences.read(self._resource).token
+        above = fences.reached(self._resource)
         answer = self._store.reissue(self._resource, self._holder, above=above)
         if isinstance(answer, Refusal):
             raise NotRegistered("another holder took over")

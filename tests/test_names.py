@@ -105,10 +105,7 @@ def test_the_keys_of_a_resource_share_a_slot(name: str) -> None:
     """Redis Cluster can run each script, whatever the name holds."""
     keys = Keys.of("fencing", f"name:{slug(checked(name))}")
 
-    slots = {
-        key_slot(key.encode())
-        for key in (keys.lease, keys.token, keys.held, keys.done)
-    }
+    slots = {key_slot(key.encode()) for key in (keys.lease, keys.token, keys.held, keys.done)}
 
     assert len(slots) == 1
 
