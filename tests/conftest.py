@@ -11,7 +11,17 @@ from django.core.cache import caches
 from django.test import override_settings
 from services import Services
 
+from django_fencing import flow
+from django_fencing.locks import fenced_lock
+from tests.helpers import cache_at
+from tests.proxy import Proxy, proxied
 from tests.shop.models import Job
+
+
+@pytest.fixture(autouse=True)
+def own_leases() -> None:
+    """Let no test hold a lease that an earlier one has left, in a traceback say."""
+    flow._held.clear()
 
 
 @pytest.fixture
@@ -53,3 +63,16 @@ def private_redis(private_services: Services) -> Iterator[Any]:
             yield client
             for cache in caches.all(initialized_only=True):
                 cache.client.get_client().connection_pool.disconnect()
+
+
+@pytest.fixture
+def proxy(private_services: Services, private_redis: Any) -> Iterator[Proxy]:
+    """Let the app reach this test's own Valkey over a bad line, with its scripts in place."""
+    socket = private_services.directory / "valkey.sock"
+    path = socket.with_name(f"{uuid.uuid4().hex[:12]}.sock")
+    with proxied(str(socket), path) as proxy, cache_at(proxy.url, SOCKET_TIMEOUT=1):
+        with fenced_lock("warm-up", register=False) as lease:
+            lease.ensure_held()
+            lease.extend()
+        private_redis.flushall()
+        yield proxy

@@ -2,16 +2,21 @@
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import redis
+from django.core.cache import caches
 from django.db import connections
+from django.test import override_settings
 
-from django_fencing.locks import FencedLock
+from django_fencing.leases import Lease
+from django_fencing.locks import FencedLock, fenced_lock
 from django_fencing.names import Keys
 from django_fencing.resources import ResourceLike, resolve
 
@@ -82,3 +87,106 @@ def wait_until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def acquired(name: str, *, ttl: float = 30, wait: float = 0) -> Lease:
+    """Return a lease of a name that asks nothing of the database."""
+    return fenced_lock(name, ttl=ttl, wait=wait, register=False).acquire()
+
+
+def assert_held_by(lease: Lease, client: Any) -> None:
+    """Check that Redis has the lease as it was granted, for about 30 s."""
+    key = keys_of(lease.resource).lease
+    assert client.hget(key, "holder") == lease.holder.id.hex
+    assert client.hget(key, "token") == str(lease.token)
+    assert 25_000 < client.pttl(key) <= 30_000
+
+
+@contextmanager
+def cache_at(url: str, **options: Any) -> Iterator[None]:
+    """Let the app use the Redis at `url` through a cache with these OPTIONS of django-redis."""
+    # django-redis keeps one pool per URL, whatever the options are.
+    location = f"{url}&client_name={uuid.uuid4().hex}"
+    cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": location, "OPTIONS": options}
+    with override_settings(CACHES={"default": cache}):
+        try:
+            yield
+        finally:
+            caches["default"].client.get_client().connection_pool.disconnect()
+
+
+@contextmanager
+def monitored(client: Any) -> Iterator[list[list[str]]]:
+    """Collect the commands that Redis runs during the block, those inside of scripts too."""
+    commands: list[list[str]] = []
+    with client.monitor() as monitor:
+        yield commands
+        client.echo("end")
+        while (command := monitor.next_command()["command"].split(" "))[0] != "ECHO":
+            if command[0] not in ("CLIENT", "HELLO", "SELECT"):  # of a new connection
+                commands.append(command)
+
+
+class Body:
+    """A function that runs in a thread of its own, and stops where it calls its first argument."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._paused, self._resumed = threading.Event(), threading.Event()
+        self._future: Future[Any] = Future()
+        self.thread = threading.Thread(target=self._run, args=(function, *args), daemon=True)
+        self.thread.start()
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            self._future.set_result(closing(function, self._pause, *args))
+        except BaseException as error:  # noqa: BLE001 - finish() returns it
+            self._future.set_exception(error)
+
+    def _pause(self) -> None:
+        self._paused.set()
+        assert self._resumed.wait(SECONDS)
+
+    @property
+    def stands(self) -> bool:
+        """Whether it has come to its pause, or to its end."""
+        return self._paused.is_set() or self._future.done()
+
+    def reach_pause(self) -> None:
+        """Wait for its pause, and raise what it raises before that."""
+        wait_until(lambda: self.stands)
+        assert self._paused.is_set(), self._future.result()
+
+    def go_on(self) -> None:
+        """Let it go on behind its pause."""
+        self._resumed.set()
+
+    def finish(self) -> Any:
+        """Let it go on, and return its result or its exception."""
+        self.go_on()
+        return self._future.exception(SECONDS) or self._future.result()
+
+
+@contextmanager
+def started(function: Callable[..., Any], *args: Any) -> Iterator[Body]:
+    """Run function(pause, *args) in a thread, and see that it ends with the block."""
+    body = Body(function, *args)
+    try:
+        yield body
+    finally:
+        body.finish()
+
+
+def waits_for_row(alias: str = "default") -> bool:
+    """Say whether a session of this database waits for a lock of PostgreSQL."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        )
+        return bool(cursor.fetchone()[0])
+
+
+def committing(*aliases: str) -> pytest.MarkDecorator:
+    """Mark tests that commit in these databases. Only the tables that they use are emptied."""
+    apps = ["django_fencing", "tests.shop"]
+    return pytest.mark.django_db(transaction=True, databases=aliases, available_apps=apps)
