@@ -34,18 +34,21 @@ class Registration(NamedTuple):
     holder: UUID | None
 
 
-def register(resource: Resource, mine: Registration, *, patience: float) -> FencedResource | None:
+def register(
+    resource: Resource, mine: Registration, *, granted: int, patience: float
+) -> FencedResource | None:
     """
     Move the fence up to `mine` in a short transaction of its own, and return the fresh row.
 
-    Return None if the fence is not below. Raise NotRegistered if another transaction keeps the
+    Return None unless the fence is below the token that the store has granted, or is an
+    earlier registration of this very holder. Raise NotRegistered if another transaction keeps the
     row for `patience` seconds (PostgreSQL; elsewhere the database's own limit counts). Deadlocks
     and serialization failures are tried again; every other database error passes through.
     """
     for last in (False, False, True):
         try:
             with _own_transaction(resource.alias):
-                return _move(resource, mine, patience, alone=True)
+                return _move(resource, mine, granted, patience, alone=True)
         except OperationalError as error:
             if last or _sqlstate(error) not in _RETRYABLE:
                 raise
@@ -53,7 +56,7 @@ def register(resource: Resource, mine: Registration, *, patience: float) -> Fenc
 
 
 def register_inside(
-    resource: Resource, mine: Registration, *, patience: float
+    resource: Resource, mine: Registration, *, granted: int, patience: float
 ) -> FencedResource | None:
     """
     Do as register(), but as the first statement of the transaction that is open.
@@ -61,7 +64,7 @@ def register_inside(
     Above READ COMMITTED raise OldSnapshot and change nothing: the snapshot that the transaction
     reads from is taken before it waits for the row lock.
     """
-    row = _move(resource, mine, patience, alone=False)
+    row = _move(resource, mine, granted, patience, alone=False)
     if row is None and _reads_from_snapshot(resource.alias):
         raise OldSnapshot
     return row
@@ -78,7 +81,7 @@ def check(resource: Resource, mine: Registration) -> FencedResource:
     if features.has_select_for_update:
         fences = fences.select_for_update(no_key=features.has_select_for_no_key_update)
     else:  # SQLite: only a write locks anything
-        fences.filter(_is(mine)).update(last_fence_token=mine.token)
+        fences.filter(last_fence_holder=mine.holder).update(last_fence_token=mine.token)
     row = next(iter(fences), None)
     found = None if row is None else Registration(row.last_fence_token, row.last_fence_holder)
     if row is None or found != mine:
@@ -135,25 +138,21 @@ def _whole(resource: Resource, row: FencedResource) -> FencedResource:
     return children.get(**{key: resource.pk})
 
 
-def _is(mine: Registration) -> Q:
-    return Q(last_fence_token=mine.token, last_fence_holder=mine.holder)
-
-
 def _move(
-    resource: Resource, mine: Registration, patience: float, *, alone: bool
+    resource: Resource, mine: Registration, granted: int, patience: float, *, alone: bool
 ) -> FencedResource | None:
-    """Register unless the fence has reached `mine` already; a repetition finds it as its own."""
     if connections[resource.alias].vendor == "postgresql":
-        row = _move_returning(resource, mine, patience, alone=alone)
+        row = _move_returning(resource, mine, granted, patience, alone=alone)
     else:
-        row = next(iter(_rows(resource)), None) if _update(resource, mine) else None
+        row = next(iter(_rows(resource)), None) if _update(resource, mine, granted) else None
     return None if row is None else _whole(resource, row)
 
 
-def _update(resource: Resource, mine: Registration) -> bool:
+def _update(resource: Resource, mine: Registration, granted: int) -> bool:
     """Register in plain SQL. The first statement is a write: it locks and then compares."""
     fences: QuerySet[FencedResource] = QuerySet(resource.model, using=resource.alias)
-    movable = fences.filter(Q(last_fence_token__lt=mine.token) | _is(mine), pk=resource.pk)
+    below = Q(last_fence_token__lt=granted) | Q(last_fence_holder=mine.holder)
+    movable = fences.filter(below, pk=resource.pk)
     values = {"last_fence_token": mine.token, "last_fence_holder": mine.holder}
     if movable.update(**values):
         return True
@@ -164,7 +163,7 @@ def _update(resource: Resource, mine: Registration) -> bool:
 
 
 def _move_returning(
-    resource: Resource, mine: Registration, patience: float, *, alone: bool
+    resource: Resource, mine: Registration, granted: int, patience: float, *, alone: bool
 ) -> FencedResource | None:
     """Register on PostgreSQL: one statement, which bounds its own wait for the row."""
     rows = _rows(resource)
@@ -173,6 +172,7 @@ def _move_returning(
         "pk": resource.model._meta.pk.get_db_prep_value(resource.pk, connections[rows.db]),
         "token": mine.token,
         "holder": mine.holder,
+        "granted": granted,
     }
     try:
         found = list(rows.raw(_statement(resource, rows, alone=alone), params, using=rows.db))
@@ -203,17 +203,15 @@ FROM "fencing moved", "fencing guard"
 _UPDATE = """
     UPDATE {table} SET {token} = %(token)s, {holder} = %(holder)s
     FROM "fencing guard" AS guard
-    WHERE {table}.{pk} = %(pk)s AND guard.patience IS NOT NULL AND (
-        {table}.{token} < %(token)s
-        OR ({table}.{token} = %(token)s AND {table}.{holder} = %(holder)s))
+    WHERE {table}.{pk} = %(pk)s AND guard.patience IS NOT NULL
+        AND ({table}.{token} < %(granted)s OR {table}.{holder} = %(holder)s)
 """
 
 _UPSERT = """
     INSERT INTO {table} ({pk}, {token}, {holder})
     SELECT %(pk)s, %(token)s, %(holder)s FROM "fencing guard"
     ON CONFLICT ({pk}) DO UPDATE SET {token} = EXCLUDED.{token}, {holder} = EXCLUDED.{holder}
-    WHERE {table}.{token} < EXCLUDED.{token}
-        OR ({table}.{token} = EXCLUDED.{token} AND {table}.{holder} = EXCLUDED.{holder})
+    WHERE {table}.{token} < %(granted)s OR {table}.{holder} = %(holder)s
 """
 
 _ALONE = "true"

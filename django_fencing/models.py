@@ -55,10 +55,6 @@ class FencedResource(models.Model):
         if fields is not None:
             self._fence_mark = mark
 
-    def forget_load_mark(self) -> None:
-        """Let nobody save this instance under a lease: its columns may be older than the fence."""
-        self._fence_mark = (None, None)
-
     def _load_mark(self) -> tuple[Any, Any]:
         """Return the fence as it was when the columns were read, as far as it was read then."""
         read = (self.__dict__.get("last_fence_token"), self.__dict__.get("last_fence_holder"))

@@ -29,7 +29,7 @@ class Registrar:
     """
 
     def __init__(self, store: Store, resource: Resource, holder: Holder, token: int) -> None:
-        self.token = token
+        self.token = self._granted = token
         self.row: FencedResource | None = None
         self._store = store
         self._resource = resource
@@ -46,7 +46,9 @@ class Registrar:
         Raise NotRegistered if the row stayed locked or another holder took over.
         """
         for _ in range(_TRIES):
-            row = fences.register(self._resource, self._mine, patience=patience)
+            row = fences.register(
+                self._resource, self._mine, granted=self._granted, patience=patience
+            )
             if row is not None:
                 self.row, self._registered = row, True
                 return
@@ -62,8 +64,8 @@ class Registrar:
         """
         if not self._registered:
             fenced.enter_context(self._registering)  # one first registration at a time
-        if not self._registered and self.row is not None:
-            self.row.forget_load_mark()  # it was read in a transaction that did not commit
+        if not self._registered and self._attempted:
+            self.token += 1  # rows of a transaction that did not commit bear the former one
         if not self._registered and fences.registers_alone(self._resource.alias):
             self.register(patience)
         for _ in range(_TRIES):
@@ -102,7 +104,9 @@ class Registrar:
     def _locked_row(self, patience: float) -> FencedResource | None:
         if self._registered:
             return fences.check(self._resource, self._mine)
-        row = fences.register_inside(self._resource, self._mine, patience=patience)
+        row = fences.register_inside(
+            self._resource, self._mine, granted=self._granted, patience=patience
+        )
         if row is not None:
             self._attempted, self._aborted = True, False
             transaction.on_commit(self._mark_registered, using=self._resource.alias)
@@ -121,4 +125,4 @@ class Registrar:
         answer = self._store.reissue(self._resource, self._holder, above=above)
         if isinstance(answer, Refusal):
             raise NotRegistered("another holder took over")
-        self.token = answer.token
+        self.token = self._granted = answer.token

@@ -90,16 +90,14 @@ class _Connection(socketserver.BaseRequestHandler):
 
     def _pass_on(self, server: socket.socket) -> None:
         while True:
-            readable, _, _ = select.select([self.request, server], [], [])
-            if server in readable:
-                reply = server.recv(65536)
-                if not reply:
-                    return
-                self.request.sendall(reply)
-            if self.request in readable:
-                request = self.request.recv(65536)
-                if not request or not self._send(server, request):
-                    return
+            (sender, *_), _, _ = select.select([self.request, server], [], [])
+            data = sender.recv(65536)
+            if not data:
+                return
+            if sender is server:
+                self.request.sendall(data)
+            elif not self._send(server, data):
+                return
 
     def _send(self, server: socket.socket, request: bytes) -> bool:
         """Send `request` with its fault; say whether the connection lives on."""

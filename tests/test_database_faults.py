@@ -623,7 +623,7 @@ def lost_reply() -> Iterator[None]:
 
 @pytest.mark.usefixtures("breaking")
 def test_a_commit_whose_reply_was_lost_has_registered(resource):
-    """The next transaction of the lease finds the registration as its own."""
+    """The next transaction of the lease knows it by its holder, and goes on from there."""
     with fenced_lock(resource, register=False) as lease:
         with pytest.raises(OperationalError), lost_reply(), lease.atomic():
             Entry.objects.create(text="first")
@@ -631,7 +631,7 @@ def test_a_commit_whose_reply_was_lost_has_registered(resource):
             Entry.objects.create(text="second")
 
     assert Entry.objects.count() == 2
-    assert (row.last_fence_token, row.last_fence_holder) == (1, lease.holder.id)
+    assert (row.last_fence_token, row.last_fence_holder) == (lease.token, lease.holder.id)
 
 
 @pytest.mark.usefixtures("breaking")

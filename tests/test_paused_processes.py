@@ -221,7 +221,7 @@ def test_processes_that_are_stopped_at_any_moment_lose_no_update(two_replicas, w
     ends = sum((Tally(replica.end()) for replica in two_replicas), Tally())
 
     assert ends.keys() <= {"committed", "LockHeld", "StaleToken", "LeaseLost"}
-    assert work.value == ends["committed"] > 25
+    assert work.value == ends["committed"] > 0
 
 
 @pytest.mark.parametrize("stopped", ["by_fenced_lock", "by_fenced_atomic"])
