@@ -81,7 +81,8 @@ def check(resource: Resource, mine: Registration) -> FencedResource:
     if features.has_select_for_update:
         fences = fences.select_for_update(no_key=features.has_select_for_no_key_update)
     else:  # SQLite: only a write locks anything
-        fences.filter(last_fence_holder=mine.holder).update(last_fence_token=mine.token)
+        same = {"last_fence_token": mine.token, "last_fence_holder": mine.holder}
+        fences.filter(**same).update(**same)
     row = next(iter(fences), None)
     found = None if row is None else Registration(row.last_fence_token, row.last_fence_holder)
     if row is None or found != mine:
@@ -122,11 +123,11 @@ def _read(resource: Resource) -> Registration | None:
 
 
 def _rows(resource: Resource) -> QuerySet[FencedResource]:
-    """Return the fence's one row, past every manager: hidden rows are seen, nothing is joined."""
+    """Return the fence's one row, past managers and ordering: nothing is hidden or joined."""
     model = resource.row_model
     if model._meta.concrete_model is not resource.model:  # a multi-table child
         model = resource.model
-    return QuerySet(model, using=resource.alias).filter(pk=resource.pk)
+    return QuerySet(model, using=resource.alias).filter(pk=resource.pk).order_by()
 
 
 def _whole(resource: Resource, row: FencedResource) -> FencedResource:
@@ -151,8 +152,8 @@ def _move(
 def _update(resource: Resource, mine: Registration, granted: int) -> bool:
     """Register in plain SQL. The first statement is a write: it locks and then compares."""
     fences: QuerySet[FencedResource] = QuerySet(resource.model, using=resource.alias)
-    below = Q(last_fence_token__lt=granted) | Q(last_fence_holder=mine.holder)
-    movable = fences.filter(below, pk=resource.pk)
+    earlier = Q(last_fence_holder=mine.holder, last_fence_token__lte=mine.token)
+    movable = fences.filter(Q(last_fence_token__lt=granted) | earlier, pk=resource.pk)
     values = {"last_fence_token": mine.token, "last_fence_holder": mine.holder}
     if movable.update(**values):
         return True
@@ -204,14 +205,16 @@ _UPDATE = """
     UPDATE {table} SET {token} = %(token)s, {holder} = %(holder)s
     FROM "fencing guard" AS guard
     WHERE {table}.{pk} = %(pk)s AND guard.patience IS NOT NULL
-        AND ({table}.{token} < %(granted)s OR {table}.{holder} = %(holder)s)
+        AND ({table}.{token} < %(granted)s
+             OR ({table}.{holder} = %(holder)s AND {table}.{token} <= %(token)s))
 """
 
 _UPSERT = """
     INSERT INTO {table} ({pk}, {token}, {holder})
     SELECT %(pk)s, %(token)s, %(holder)s FROM "fencing guard"
     ON CONFLICT ({pk}) DO UPDATE SET {token} = EXCLUDED.{token}, {holder} = EXCLUDED.{holder}
-    WHERE {table}.{token} < %(granted)s OR {table}.{holder} = %(holder)s
+    WHERE {table}.{token} < %(granted)s
+        OR ({table}.{holder} = %(holder)s AND {table}.{token} <= %(token)s)
 """
 
 _ALONE = "true"

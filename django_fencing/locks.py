@@ -142,7 +142,7 @@ def _acquire(lock: FencedLock, settle: Settle) -> Lease:
         wait = seconds("wait", lock.wait, most=conf.max_ttl, zero=True)
     resource = resolve(lock.resource, lock.using)
     flow.refuse_transaction(resource.alias, "lock", resource.name)
-    if any(lease.place == resource.place for lease in flow.held()):
+    if any(lease.place == resource.place and not lease.lost for lease in flow.held()):
         wait = 0  # this flow would wait for itself
     asked = _Asked(get_store(), resource, flow.new_holder(lock.function), ttl)
 

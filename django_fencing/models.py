@@ -1,6 +1,6 @@
 """Rows with a fence: the mixin for your models, and the table of fenced names."""
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from django.db import DEFAULT_DB_ALIAS, models, router
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -45,21 +45,24 @@ class FencedResource(models.Model):
         alias = router.db_for_write(type(self), instance=self)
         return row_name(fence_model(type(self)), fence_pk(self), alias)
 
+    @classmethod
+    def from_db(cls, *args: Any, **kwargs: Any) -> Self:
+        """Load as usual, and note the fence as it was then: deferred columns may come later."""
+        row = super().from_db(*args, **kwargs)
+        row._note_fence()
+        return row
+
     def refresh_from_db(
         self, using: str | None = None, fields: Any = None, from_queryset: Any = None
     ) -> None:
         """Refresh as usual. Reading some fields anew does not make the others fresh."""
-        mark = self._load_mark()
         super().refresh_from_db(using, fields, from_queryset)
-        self.__dict__.pop("_fence_mark", None)
-        if fields is not None:
-            self._fence_mark = mark
+        if fields is None:
+            self._note_fence()
 
-    def _load_mark(self) -> tuple[Any, Any]:
-        """Return the fence as it was when the columns were read, as far as it was read then."""
-        read = (self.__dict__.get("last_fence_token"), self.__dict__.get("last_fence_holder"))
-        mark: tuple[Any, Any] = self.__dict__.get("_fence_mark", read)
-        return mark
+    def _note_fence(self) -> None:
+        read = self.__dict__.get
+        self._fence_when_loaded = (read("last_fence_token"), read("last_fence_holder"))
 
     def save_base(
         self,
@@ -106,7 +109,7 @@ class FencedResource(models.Model):
             return
         if fencing is None or fencing not in here:
             fault = "outside its lease.atomic()"
-        elif self._load_mark() != (fencing.token, fencing.holder.id):
+        elif vars(self).get("_fence_when_loaded") != (fencing.token, fencing.holder.id):
             fault = "from an instance that was loaded before the lock: use what atomic() yields"
         else:
             return

@@ -354,9 +354,10 @@ def test_a_registration_inside_the_transaction_is_not_tried_again(resource, clie
 
 
 @pytest.mark.parametrize("way", ["fenced_lock", "unregistered", "fenced_atomic"])
-def test_a_holder_inside_its_transaction_refuses_others_in_time(resource, client, way):
+@pytest.mark.parametrize("register", [True, False])
+def test_a_holder_inside_its_transaction_refuses_others_in_time(resource, client, register, way):
     """They give their lease back, and nothing of them is registered."""
-    with fenced_lock(resource) as older, started(keep_row, older) as a:
+    with fenced_lock(resource, register=register) as older, started(keep_row, older) as a:
         a.reach_pause()
         expire(client, resource)
         began = monotonic()

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from unittest import mock
 from uuid import uuid4
 
 import pytest
@@ -17,10 +18,12 @@ from django.db.models import F
 from django.test import override_settings
 
 from django_fencing.decorators import with_fenced_lock
-from django_fencing.exceptions import LeaseLost, LockHeld, StaleToken
+from django_fencing.exceptions import LeaseLost, LockHeld, StaleToken, StoreUnavailable
+from django_fencing.grants import Holder
 from django_fencing.leases import Lease, current_lease
 from django_fencing.locks import fenced_atomic, fenced_lock
-from django_fencing.resources import resolve
+from django_fencing.resources import Resource, resolve
+from django_fencing.stores.redis import RedisStore
 from tests.helpers import (
     SECONDS,
     closing,
@@ -335,6 +338,27 @@ def test_a_newer_holder_cannot_register_while_an_older_one_is_about_to_commit(wo
     assert (work.value, work.fence) == (1, newer.token)
 
 
+@pytest.mark.parametrize("alias", [pytest.param("sqlite", marks=on_sqlite)], indirect=True)
+@pytest.mark.parametrize("way", FENCED)
+def test_the_check_locks_a_database_that_has_no_row_locks(work, client, way):
+    """Before anything is written, nobody else can begin to write."""
+
+    def overtake() -> None:
+        with connections["sqlite"].cursor() as cursor:
+            cursor.execute("PRAGMA busy_timeout = 0")
+        fenced_lock(work.resource, using="sqlite").acquire()
+
+    with started(up_to("locked", way), work) as a:
+        a.reach_pause()
+        client.delete(work.lease)
+        (refusal,) = in_threads(overtake)
+        assert isinstance(refusal, OperationalError)
+        assert not client.exists(work.lease)
+        assert a.finish() is None
+
+    assert (work.value, work.fence) == (1, 1)
+
+
 @pytest.mark.parametrize("newer_first", [True, False])
 def test_the_fence_ends_at_the_highest_token_in_either_order(work, client, newer_first):
     """Two holders that registered nothing yet: the lower token never comes after the higher."""
@@ -405,6 +429,32 @@ def test_two_registered_holders_with_one_token_are_told_apart(work, client):
 
     assert caught.value.fence_token == a.token == 1
     assert work.value == 0
+
+
+def test_a_retry_after_a_failover_does_not_move_the_fence_back(work, client):
+    """Redis forgets, between two attempts of one acquisition, which token it gave the holder."""
+    (older,) = in_threads(lambda: fenced_lock(work.resource, using=work.alias).acquire())
+    client.delete(work.lease, resolve(work.resource, work.alias).keys.token)
+    fences: list[int] = []
+
+    def confirm(store: RedisStore, resource: Resource, holder: Holder) -> bool:
+        if not fences:
+            fences.append(work.fence)
+            client.hset(work.lease, "token", 1)
+            raise StoreUnavailable("The primary is gone.")
+        return original(store, resource, holder)
+
+    original = RedisStore.confirm
+    with mock.patch.object(RedisStore, "confirm", confirm):
+        lease = fenced_lock(work.resource, using=work.alias, wait=5).acquire()
+
+    assert fences[0] > older.token
+    assert work.fence == lease.token >= fences[0]
+    with lease.atomic():
+        work.write(1)
+    with pytest.raises(StaleToken), older.atomic():
+        work.write(99)
+    assert work.value == 1
 
 
 # One definition, many threads

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from django_fencing.exceptions import LeaseLost, LockHeld, StaleToken
+from django_fencing.grants import JUMP
 from django_fencing.leases import Lease
 from django_fencing.locks import fenced_lock
 from tests.helpers import SECONDS, closing, committing, keys_of
@@ -44,6 +45,7 @@ class Client:
     alias: str
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     lease: Any = None
+    granted: int = 0  # the token that the store gave it last
     registered: bool = False
     tried: bool = False  # to register, in a transaction that was rolled back
     value: int | None = None  # what it has read under the lock
@@ -152,7 +154,7 @@ class FencedCounting(RuleBasedStateMachine):
             assert granted is expected, outcome
             assert granted or not free or self.holder() is None
         if granted:
-            client.lease, client.registered = outcome, register
+            client.lease, client.registered, client.granted = outcome, register, outcome.token
             if register:
                 client.value = client.do(self.amount)
                 assert not self.exact or self.fence() == (outcome.token, outcome.holder.id)
@@ -179,7 +181,7 @@ class FencedCounting(RuleBasedStateMachine):
                 assert isinstance(outcome, StaleToken if stale else Job), outcome
             elif client.registered:
                 assert isinstance(outcome, OperationalError), outcome
-            elif free and (fence[0] < token or (mine and not client.tried)):
+            elif free and (fence[0] < client.granted or (mine and not client.tried)):
                 assert isinstance(outcome, Job), outcome
             else:
                 assert isinstance(outcome, LeaseLost | OperationalError), outcome
@@ -187,6 +189,8 @@ class FencedCounting(RuleBasedStateMachine):
             client.forget()
         elif client.block and not client.registered:
             client.value = client.do(self.amount)
+            if client.lease.token - token >= JUMP:
+                client.granted = client.lease.token
             # Above READ COMMITTED it has registered before the transaction.
             client.registered = self.fence() == (client.lease.token, client.lease.holder.id)
 

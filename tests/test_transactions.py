@@ -1,6 +1,7 @@
 """The lock stands outside the transaction, the check inside of it, on the right row and alias."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -26,6 +27,7 @@ from django_fencing.leases import Lease
 from django_fencing.locks import fenced_atomic, fenced_lock
 from django_fencing.models import Fence, FencedResource, fence_model, fence_pk
 from tests.helpers import (
+    SECONDS,
     Body,
     committing,
     counted_calls,
@@ -211,6 +213,25 @@ def test_the_transaction_of_a_test_case_does_not_count():
         fenced_lock(job).acquire()
 
 
+@pytest.mark.parametrize("in_test_case", [False, pytest.param(True, marks=pytest.mark.django_db)])
+@pytest.mark.parametrize("register", [True, False])
+def test_a_row_may_be_saved_in_a_later_transaction_of_its_lease(in_test_case, register):
+    """What works in production works in a TestCase."""
+    assert connection.in_atomic_block is in_test_case
+    job = Job.objects.create()
+
+    with fenced_lock(job, register=register) as lease:
+        with lease.atomic() as row:
+            row.note = "first"
+            row.save()
+        token = lease.token
+        with lease.atomic():
+            row.note = "second"
+            row.save()
+
+    assert (Job.objects.get().note, lease.token) == ("second", token)
+
+
 @pytest.mark.parametrize("end", ["commit", "exception", "rollback", "savepoint"])
 def test_the_next_holder_finds_what_became_of_the_transaction(job, client, end):
     """The lock is freed after it, whatever its end is, and at once."""
@@ -388,7 +409,9 @@ def test_threads_of_one_lease_register_one_at_a_time(job, fails):
             pause()
             transaction.set_rollback(fails)
 
-    def second(_: Pause) -> list[str]:
+    def second(pause: Pause) -> list[str]:
+        connection.ensure_connection()
+        pause()
         with statements() as sent, lease.atomic() as row:
             row.note = "second"
             row.save()
@@ -397,7 +420,9 @@ def test_threads_of_one_lease_register_one_at_a_time(job, fails):
     with started(first) as a:
         a.reach_pause()
         with started(second) as b:
-            wait_until(lambda: is_opening(b))
+            b.reach_pause()
+            b.go_on()
+            wait_until(lambda: waits_for_thread(b) or waits_for_row())
             assert not waits_for_row()
             assert a.finish() is None
             opening = b.finish()[0]
@@ -407,12 +432,15 @@ def test_threads_of_one_lease_register_one_at_a_time(job, fails):
     assert Job.objects.get().note == "second"
 
 
-def is_opening(body: Body) -> bool:
-    """Say whether the thread has come to the innermost part of lease.atomic()."""
-    frame = sys._current_frames().get(body.thread.ident or 0)
-    while frame is not None and not frame.f_code.co_filename.endswith("registrar.py"):
-        frame = frame.f_back
-    return frame is not None
+def waits_for_thread(body: Body) -> bool:
+    """Say whether the thread enters a context of lease.atomic() that another thread is in."""
+    frame = sys._current_frames()[body.thread.ident or 0]
+    caller = frame.f_back
+    return (
+        frame.f_code.co_name == "enter_context"
+        and caller is not None
+        and caller.f_code.co_filename.endswith("registrar.py")
+    )
 
 
 def test_hooks_on_commit_run_outside_the_fenced_transaction(job):
@@ -549,6 +577,9 @@ def test_a_write_of_the_fresh_row_passes(job, write):
 LOADS: dict[str, Callable[[Job], Job]] = {
     "get": lambda job: Job.objects.get(pk=job.pk),
     "refresh": lambda job: job.refresh_from_db() or job,
+    "refresh from": lambda job: (
+        job.refresh_from_db(from_queryset=Job.objects.select_related()) or job
+    ),
     "proxy": lambda job: JobProxy.objects.get(),
     "all but one column": lambda job: Job.objects.defer("amount").get(),
 }
@@ -581,6 +612,7 @@ TOUCHES: dict[str, Callable[[Job], Any]] = {
     "read": lambda old: [getattr(old, name) for name in FENCE],
     "refreshed": lambda old: old.refresh_from_db(fields=FENCE),
     "refreshed with another": lambda old: old.refresh_from_db(fields=[*FENCE, "note"]),
+    "refreshed from": lambda old: old.refresh_from_db(from_queryset=Job.objects.only(*FENCE)),
     "refreshed twice": lambda old: [old.refresh_from_db(fields=[name]) for name in FENCE],
 }
 JOBS = [Job.objects]
@@ -670,6 +702,22 @@ def test_a_flow_whose_lease_ran_out_may_write_under_its_next_one(job, client):
         pass
 
 
+def test_a_flow_whose_lease_ran_out_waits_for_the_next_holder(job):
+    """It would not be waiting for itself."""
+    former = fenced_lock(job, ttl=0.05).acquire()
+    wait_until(lambda: former.lost)
+
+    def hold(pause: Pause) -> None:
+        with fenced_lock(job, wait=SECONDS):
+            pause()
+
+    with started(hold) as other:
+        other.reach_pause()
+        threading.Timer(0.1, other.go_on).start()
+        assert fenced_lock(job, wait=SECONDS).acquire().token == 3
+        assert other.finish() is None
+
+
 # One row has one fence, however it is reached
 
 
@@ -734,6 +782,24 @@ def test_every_kind_of_row_keeps_its_other_columns(row):
 
 def snapshot_of(row: FencedResource, table: list[str]) -> dict[str, Any]:
     return QuerySet(type(row)).values(*table).get(pk=row.pk)
+
+
+@pytest.mark.parametrize("alias", ["default", "sqlite"])
+@pytest.mark.parametrize("register", [True, False])
+@committing("default", "sqlite")
+def test_the_ordering_of_a_model_does_not_matter(monkeypatch, alias, register):
+    """It may join a nullable relation, which FOR UPDATE does not accept."""
+    monkeypatch.setattr(Owned._meta, "ordering", ["owner__name"])
+    owned = Owned.objects.using(alias).create()
+
+    with fenced_lock(owned, register=register) as lease:
+        for amount in (1, 2):
+            with lease.atomic() as row:
+                row.amount = amount
+                row.save()
+
+    owned.refresh_from_db()
+    assert (owned.amount, owned.last_fence_token) == (2, lease.token)
 
 
 @pytest.mark.parametrize("through", [Job, UrgentJob, VeryUrgentJob, JobProxy])
