@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
 from django.utils.module_loading import import_string
 
 from django_fencing.timing import seconds
@@ -39,7 +40,10 @@ class Conf:
     @property
     def database(self) -> str:
         """Alias in DATABASES of the `Fence` table: where named resources are fenced."""
-        return self._text("DATABASE")
+        alias = self._text("DATABASE")
+        if alias not in connections:
+            raise ImproperlyConfigured(f"FENCING['DATABASE'] is {alias!r}: there is none.")
+        return alias
 
     @property
     def store(self) -> str:

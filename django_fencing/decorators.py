@@ -51,10 +51,10 @@ def with_fenced_lock(
     be run under a lock: coroutine functions, generators, classes.
     """
     if on_held not in ("raise", "skip") and not callable(on_held):
-        raise TypeError(f'on_held must be "raise", "skip" or a callable, not {on_held!r}')
+        raise TypeError(f'on_held must be "raise", "skip" or a callable, not {on_held!r}.')
 
     if isinstance(resource, type):
-        raise TypeError(f"A resource is not a class: pass a row or ({resource.__name__}, pk)")
+        raise TypeError(f"A resource is not a class: pass a row or ({resource.__name__}, pk).")
 
     def decorate(function: Callable[P, R]) -> Callable[..., R]:
         _refuse_deferred(function)
@@ -93,10 +93,14 @@ def with_fenced_lock(
 def _refuse_deferred(function: Any) -> None:
     """Refuse what returns before its body has run: the lock would be gone by then."""
     called = getattr(function, "__call__", None)  # noqa: B004 - of a callable object
-    if not callable(function) or isinstance(function, type | staticmethod | classmethod):
-        fault = "is no function: decorate the function itself"
+    if isinstance(function, type):
+        fault = "is a class: decorate a method of it"
+    elif isinstance(function, staticmethod | classmethod):
+        fault = f"hides its function: put @with_fenced_lock below @{type(function).__name__}"
+    elif not callable(function):
+        fault = 'is no function: was the decorator used without its resource, as in ("name")?'
     elif any(map(iscoroutinefunction, (function, called))):
-        fault = "is a coroutine function, which cannot be locked yet"
+        fault = "is a coroutine function, which cannot be locked yet: lock a plain function"
     elif any(map(_is_generator, (function, called))):
         fault = "is a generator: its body would run after the lock is released"
     else:
@@ -130,7 +134,7 @@ def _resource_of_call(
         return lambda *args, **kwargs: resource
     if callable(resource):
         return resource
-    raise TypeError(f"A resource is a text, a row, (Model, pk) or a callable, not {resource!r}")
+    raise TypeError(f"A resource is a text, a row, (Model, pk) or a callable, not {resource!r}.")
 
 
 class _Template:
@@ -147,11 +151,18 @@ class _Template:
         self._signature = signature.replace(parameters=parameters)
         named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         for _, field, specification, conversion in self._pieces:
-            if field is not None and (field not in named or specification or conversion):
-                raise InvalidResource(
-                    f"The name {text!r} has the field {{{field}}}, which is no parameter of "
-                    f"the function: it has {', '.join(sorted(named)) or 'none'}."
-                )
+            if field is None:
+                continue
+            if field not in named:
+                fault = f"which is no parameter of it: {', '.join(sorted(named)) or 'it has none'}"
+            elif specification or conversion:
+                fault = "which must stand alone, without a format"
+            else:
+                continue
+            raise InvalidResource(
+                f"The name {text!r} of the function's lock has the field {{{field}}}, {fault}. "
+                f"A callable may make any name of the arguments."
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> str:
         call = self._signature.bind(*args, **kwargs)
@@ -163,7 +174,8 @@ class _Template:
         return "".join(parts)
 
 
-def _value_in_name(parameter: str, value: Any) -> str:
+def _value_in_name(parameter: str, given: Any) -> str:
+    value = given
     if isinstance(value, models.Model):
         value = None if value._state.adding else value.pk
     if isinstance(value, date):
@@ -171,7 +183,7 @@ def _value_in_name(parameter: str, value: Any) -> str:
     if not isinstance(value, str | int | UUID) or value == "":
         raise InvalidResource(
             f"The parameter {parameter!r} gives no name: it must be a text that is not empty, a "
-            f"whole number, a date, a UUID or a saved row."
+            f"whole number, a date, a UUID or a saved row, not {given!r}."
         )
     # A member of a text enumeration stands for its value.
     text = "".join((value,)) if isinstance(value, str) else str(value)

@@ -27,8 +27,8 @@ class LockHeld(FencingError):
     """
     Somebody else holds the resource, or it could not be registered in time.
 
-    `retry_after` is the number of seconds after which the present lease ends unless it is
-    extended. `held_by` describes the present holder for logs; both are None where unknown.
+    `retry_after` is the number of seconds until the present lease ends unless it is extended,
+    1 where that is unknown. `held_by` describes the present holder for logs, None if unknown.
     """
 
     def __init__(

@@ -179,7 +179,9 @@ def _move_returning(
         found = list(rows.raw(_statement(resource, rows, alone=alone), params, using=rows.db))
     except OperationalError as error:
         if _sqlstate(error) == _LOCK_NOT_AVAILABLE:
-            raise NotRegistered(f"its row stayed locked for {patience:g} s") from error
+            raise NotRegistered(
+                f"a transaction kept its row locked for {patience:.3g} s"
+            ) from error
         raise
     if not found:
         return None

@@ -80,19 +80,18 @@ def fenced(alias: str, lease: "Lease") -> Iterator[None]:
         del _fenced[connection]
 
 
-def refuse_transaction(alias: str, action: str, resource: str) -> None:
+def refuse_transaction(alias: str, action: str, resource: str, cure: str) -> None:
     """
     Raise InsideTransaction if a transaction is open on `alias` or its autocommit is off.
 
-    The blocks that Django's TestCase opens around a test do not count.
+    The blocks that Django's TestCase opens around a test do not count. `cure` says what to do.
     """
     connection = connections[alias]
     blocks: list[Any] = connection.atomic_blocks
     if all(block._from_testcase for block in blocks) and (blocks or _autocommits(connection)):
         return
     raise InsideTransaction(
-        f"Cannot {action} {resource!r} while a transaction is open on database {alias!r}: "
-        f"do so outside of atomic(), and open the transaction with lease.atomic().",
+        f"Cannot {action} {resource!r} while a transaction is open on database {alias!r}: {cure}",
         resource=resource,
     )
 

@@ -130,7 +130,12 @@ class Lease:
             with transaction.atomic(using=alias):
                 yield self._registrar.row
             return
-        flow.refuse_transaction(alias, "open a fenced transaction of", self.resource)
+        flow.refuse_transaction(
+            alias,
+            "open a fenced transaction of",
+            self.resource,
+            "end that one first. One transaction is fenced by one lease.",
+        )
         with ExitStack() as fenced:
             try:
                 row = self._open(fenced)
@@ -179,7 +184,9 @@ class Lease:
         Raise InsideTransaction in a transaction on the fence's database, so that the release
         always follows the commit. After StoreUnavailable, call it again.
         """
-        flow.refuse_transaction(self._resource.alias, "release", self.resource)
+        flow.refuse_transaction(
+            self._resource.alias, "release", self.resource, "do so after it has ended."
+        )
         with self._releasing:
             if self._released is None:
                 self._released = self._give_back()
@@ -198,8 +205,9 @@ class Lease:
                 freed = self.release()
             except StoreUnavailable:
                 freed = self.release()
-            if not freed and not isinstance(error, LeaseLost):
-                self._warn("it ran out, or was overtaken, before its block ended")
+            told = isinstance(error, LeaseLost) and error.resource == self.resource
+            if not freed and not told:
+                self._warn("it ended before its block; what the block committed stands")
         except StoreUnavailable as failure:
             self._warn(f"it was not given back and will run out: {failure}")
         except InsideTransaction as failure:
@@ -213,7 +221,7 @@ class Lease:
         """Register and confirm before a body begins. Raise NotRegistered."""
         self._registrar.register(self._patience(wait))
         if not self._store.confirm(self._resource, self.holder):
-            raise NotRegistered("it ran out meanwhile")
+            raise NotRegistered("its lease ran out meanwhile")
 
     def _open(self, fenced: ExitStack, wait: float = 0) -> FencedResource:
         """Enter the fenced transaction on `fenced`, return its row. Raise NotRegistered."""

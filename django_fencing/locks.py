@@ -141,10 +141,16 @@ def _acquire(lock: FencedLock, settle: Settle) -> Lease:
     if lock.wait is not None:
         wait = seconds("wait", lock.wait, most=conf.max_ttl, zero=True)
     resource = resolve(lock.resource, lock.using)
-    flow.refuse_transaction(resource.alias, "lock", resource.name)
-    if any(lease.place == resource.place and not lease.lost for lease in flow.held()):
-        wait = 0  # this flow would wait for itself
+    flow.refuse_transaction(
+        resource.alias,
+        "lock",
+        resource.name,
+        "take the lock first, then open the transaction with lease.atomic(). Under "
+        "ATOMIC_REQUESTS, put @transaction.non_atomic_requests on the view.",
+    )
     asked = _Asked(get_store(), resource, flow.new_holder(lock.function), ttl)
+    if asked.by_its_holder:
+        wait = 0  # this flow would wait for itself
 
     failure: LockHeld | StoreUnavailable
     try:
@@ -169,6 +175,12 @@ class _Asked:
     holder: Holder
     ttl: float
     doubtful: bool = False  # whether an attempt's outcome is unknown
+
+    @property
+    def by_its_holder(self) -> bool:
+        """Whether the flow that asks is the one that holds the resource."""
+        held = (lease for lease in flow.held() if not lease.lost)
+        return any(lease.place == self.resource.place for lease in held)
 
     def attempt(self, settle: Settle, rest: float) -> Lease:
         """Propose, then settle. Raise LockHeld or StoreUnavailable, which may be tried again."""
@@ -203,18 +215,24 @@ class _Asked:
             settle(lease, rest)
         except (NotRegistered, LeaseLost) as error:
             # A grant that is lost before the body begins is a refusal.
+            self.doubtful = True
             self.store.release(self.resource, self.holder, again=True)
-            raise self._held(Refusal(held_by=f"nobody that could register: {error}")) from error
+            raise self._refused(f"could not be registered: {error}", Refusal()) from error
         return lease
 
     def _held(self, refusal: Refusal) -> LockHeld:
+        held_by = refusal.held_by or "unknown"
+        if self.by_its_holder:
+            held_by += ", in this very thread or task: a lock is not re-entrant"
+        return self._refused(f"is held by {held_by}", refusal)
+
+    def _refused(self, reason: str, refusal: Refusal) -> LockHeld:
         remaining = _UNKNOWN_REMAINING if refusal.remaining is None else refusal.remaining
-        name, held_by = self.resource.name, refusal.held_by
         return LockHeld(
-            f"{name!r} is held by {held_by or 'unknown'}; try again in {remaining:.3g} s.",
-            resource=name,
+            f"{self.resource.name!r} {reason}; try again in {remaining:.3g} s.",
+            resource=self.resource.name,
             retry_after=remaining,
-            held_by=held_by,
+            held_by=refusal.held_by,
         )
 
 

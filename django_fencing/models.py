@@ -57,7 +57,7 @@ class FencedResource(models.Model):
     ) -> None:
         """Refresh as usual. Reading some fields anew does not make the others fresh."""
         super().refresh_from_db(using, fields, from_queryset)
-        if fields is None:
+        if fields is None and from_queryset is None:  # which may defer columns
             self._note_fence()
 
     def _note_fence(self) -> None:
@@ -108,14 +108,18 @@ class FencedResource(models.Model):
         if not here:
             return
         if fencing is None or fencing not in here:
-            fault = "outside its lease.atomic()"
+            fault = "outside of lease.atomic()"
         elif vars(self).get("_fence_when_loaded") != (fencing.token, fencing.holder.id):
-            fault = "from an instance that was loaded before the lock: use what atomic() yields"
+            fault = (
+                "from an instance that was loaded before the lock: "
+                "use the row that atomic() yields, which is current_lease().row too"
+            )
         else:
             return
         resource = here[-1].resource
         raise UnfencedWrite(
-            f"Cannot {action} {resource!r}, which this flow holds, {fault}.", resource=resource
+            f"Cannot {action} {resource!r}, whose lease this thread or task holds, {fault}.",
+            resource=resource,
         )
 
 

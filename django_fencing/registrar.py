@@ -128,5 +128,5 @@ class Registrar:
         above = fences.reached(self._resource)
         answer = self._store.reissue(self._resource, self._holder, above=above)
         if isinstance(answer, Refusal):
-            raise NotRegistered("another holder took over")
+            raise NotRegistered("its lease ran out, or another holder took over")
         self.token = self._granted = answer.token

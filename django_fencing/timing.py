@@ -19,12 +19,12 @@ def seconds(name: str, value: Duration, *, most: float, zero: bool = False) -> f
     and ValueError for NaN, for less than 1 ms (0 passes if `zero`) and for more than `most`.
     """
     if isinstance(value, bool) or not isinstance(value, Duration):
-        raise TypeError(f"{name} must be a number of seconds or a timedelta, not {value!r}")
+        raise TypeError(f"{name} must be a number of seconds or a timedelta, not {value!r}.")
     length = value.total_seconds() if isinstance(value, timedelta) else _as_float(value)
     if (zero and length == 0) or SHORTEST <= length <= most:
         return length
     least = "0, or at least 0.001" if zero else "at least 0.001"
-    raise ValueError(f"{name} must be {least} and at most {most:g} seconds, not {value!r}")
+    raise ValueError(f"{name} must be {least} and at most {most:g} seconds, not {value!r}.")
 
 
 def _as_float(value: int | float | Decimal) -> float:

@@ -26,4 +26,5 @@ if __name__ == "__main__":
     except (ImproperlyConfigured, ServicesError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
+        sys.stderr.write("Interrupted: nothing is left running.\n")
         sys.exit(130)  # what a shell reports for Ctrl-C

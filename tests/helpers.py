@@ -176,12 +176,14 @@ def started(function: Callable[..., Any], *args: Any) -> Iterator[Body]:
         body.finish()
 
 
-def waits_for_row(alias: str = "default") -> bool:
-    """Say whether a session of this database waits for a lock of PostgreSQL."""
+def waits_for_row(alias: str = "default", seconds: float = 0) -> bool:
+    """Say whether a session of this database waits for a lock, in one statement for so long."""
     with connections[alias].cursor() as cursor:
         cursor.execute(
             "SELECT count(*) FROM pg_stat_activity"
             " WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            " AND clock_timestamp() - query_start >= make_interval(secs => %s)",
+            [seconds],
         )
         return bool(cursor.fetchone()[0])
 
@@ -190,3 +192,9 @@ def committing(*aliases: str) -> pytest.MarkDecorator:
     """Mark tests that commit in these databases. Only the tables that they use are emptied."""
     apps = ["django_fencing", "tests.shop"]
     return pytest.mark.django_db(transaction=True, databases=aliases, available_apps=apps)
+
+
+def commit(lease: Lease, body: Callable[[], Any] = lambda: None) -> None:
+    """Run `body` in a fenced transaction of `lease`."""
+    with lease.atomic():
+        body()

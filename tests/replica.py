@@ -127,10 +127,14 @@ def by_textbook_rule(at: At, work: Work) -> None:
     value = work.value
     at("read")
     with transaction.atomic(using=work.alias):
-        newest = fences.filter(pk=place.pk, last_fence_token__lte=token)
-        if not newest.update(last_fence_token=token):
-            raise StaleToken("A newer token has written.")
+        refuse_lower(fences.filter(pk=place.pk), token)
         work.write(value + 1)
+
+
+def refuse_lower(fences: Any, token: int) -> None:
+    """Move a fence up to `token`, or raise StaleToken: the textbook's rule."""
+    if not fences.filter(last_fence_token__lte=token).update(last_fence_token=token):
+        raise StaleToken("A higher token has written.", token=token)
 
 
 FENCED = (by_fenced_lock, by_unregistered_lock, by_fenced_atomic)
@@ -204,6 +208,7 @@ def tell(**report: Any) -> None:
 def main() -> None:
     """Do what each line of standard input orders, and report the result in a line."""
     orders = {"add_one": add_one, "add_many": add_many, "fork": fork}
+    tell(ready=True)
     while line := sys.stdin.readline():
         order, arguments = json.loads(line)
         tell(end=orders[order](**arguments))

@@ -1,8 +1,6 @@
 """The tests' settings: PostgreSQL at two isolation levels, a second database, and SQLite."""
 
 import os
-import tempfile
-from pathlib import Path
 
 from config.settings import *  # noqa: F403 - the example's, with more databases and models
 from config.settings import DATABASES, INSTALLED_APPS
@@ -25,7 +23,7 @@ DATABASES = {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": ":memory:",
         "OPTIONS": {"timeout": 20, "init_command": "PRAGMA synchronous = OFF"},
-        "TEST": {"NAME": str(Path(tempfile.gettempdir()) / f"fencing-tests-{os.getpid()}.sqlite3")},
+        "TEST": {"NAME": os.environ.get("SQLITE_FILE", ":memory:")},
     },
 }
 

@@ -2,9 +2,9 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter as Tally
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,7 +14,6 @@ import pytest
 from django.conf import settings
 from django.core.cache import caches
 from django.db import OperationalError, connections, transaction
-from django.db.models import F
 from django.test import override_settings
 
 from django_fencing.decorators import with_fenced_lock
@@ -27,6 +26,7 @@ from django_fencing.stores.redis import RedisStore
 from tests.helpers import (
     SECONDS,
     closing,
+    commit,
     committing,
     in_threads,
     keys_of,
@@ -130,6 +130,17 @@ def test_a_plain_lock_loses_the_update(work):
     assert work.value == 1
 
 
+def test_the_textbook_rule_refuses_what_is_late_and_lower(work):
+    """That much it does: A(1) reads, B(2) reads and writes, and A cannot write any more."""
+    with started(up_to("read", by_textbook_rule), work) as a:
+        a.reach_pause()
+        by_textbook_rule(lambda here: None, work)
+
+        assert isinstance(a.finish(), StaleToken)
+
+    assert (work.value, work.fence) == (1, 2)
+
+
 def test_the_textbook_rule_loses_the_update(work):
     """The twin: refusing what is lower than the last token *written* accepts both writes."""
     assert overlap(by_textbook_rule, work, lambda: None) == [None, None]
@@ -176,14 +187,16 @@ def test_holders_whose_leases_run_out_at_any_moment_lose_no_update(work, client)
     """Six threads count, while leases and counters vanish from Redis under them."""
     keys = resolve(work.resource, work.alias).keys
 
-    def count(seed: int) -> int:
+    def count(seed: int) -> Tally[str]:
         chance = random.Random(seed)
-        committed = 0
-        for _ in range(12):
-            with suppress(LockHeld, LeaseLost), conflicts_passing():
-                chance.choice(FENCED)(lambda here: vanish(chance), work)
-                committed += 1
-        return committed
+        return Tally(outcome(chance.choice(FENCED), chance) for _ in range(12))
+
+    def outcome(way: Way, chance: random.Random) -> str:
+        try:
+            way(lambda here: vanish(chance), work)
+        except (LockHeld, LeaseLost, OperationalError) as error:
+            return str(getattr(error.__cause__, "sqlstate", type(error).__name__))
+        return "committed"
 
     def vanish(chance: random.Random) -> None:
         if chance.random() < 0.2:
@@ -191,31 +204,19 @@ def test_holders_whose_leases_run_out_at_any_moment_lose_no_update(work, client)
 
     patient = override_settings(FENCING=settings.FENCING | {"WAIT": 0.5})
     with patient, ThreadPoolExecutor(6) as pool:
-        committed = sum(pool.map(partial(closing, count), range(6)))
+        outcomes = sum(pool.map(partial(closing, count), range(6)), Tally())
 
-    assert work.value == committed > 20
-
-
-@contextmanager
-def conflicts_passing() -> Iterator[None]:
-    """Let a serialization failure pass, which is the database's own refusal."""
-    try:
-        yield
-    except OperationalError as error:
-        if getattr(error.__cause__, "sqlstate", "") != "40001":
-            raise
+    assert outcomes.keys() <= {"committed", "LockHeld", "LeaseLost", "StaleToken", "40001"}
+    assert work.value == outcomes["committed"] > 20
 
 
 # P2 where the database opens transactions at a level of which Django may not know
 
 
-def charge_once(pause: Pause, work: Work) -> str:
-    """Charge unless somebody has, in a transaction whose first statement may wait for the row."""
+def charge(pause: Pause, work: Work) -> str:
+    """Charge, and pause before the commit. The row of the fence is locked, and not changed."""
     with fenced_lock(work.resource, using=work.alias) as lease, lease.atomic():
-        charges = Entry.objects.using(work.alias)
-        if charges.filter(text=str(work.pk)).exists():
-            return "charged before"
-        charges.create(text=str(work.pk))
+        Entry.objects.using(work.alias).create()
         pause()
         return "charged"
 
@@ -233,7 +234,7 @@ def test_a_waiting_transaction_sees_what_the_older_holder_committed(work, client
         with fenced_lock(work.resource, using=work.alias, register=False) as lease, lease.atomic():
             return "charged before" if charges.exists() else "not seen"
 
-    with started(charge_once, work) as a:
+    with started(charge, work) as a:
         a.reach_pause()
         client.delete(work.lease)
         with started(charge_later) as b:
@@ -253,7 +254,7 @@ def test_registering_inside_such_a_transaction_would_charge_twice(alias, client)
             assert fence.update(last_fence_token=2, last_fence_holder=uuid4()) == 1
             return "charged before" if Entry.objects.using(alias).exists() else "charged again"
 
-    with started(charge_once, work) as a:
+    with started(charge, work) as a:
         a.reach_pause()
         with started(charge_in_snapshot) as b:
             wait_until(partial(waits_for_row, alias))
@@ -280,8 +281,8 @@ def test_an_older_lease_cannot_commit_once_a_newer_one_has_registered(work, clie
     client.delete(work.lease)
     b = fenced_lock(work.resource, using=work.alias).acquire()
 
-    with pytest.raises(StaleToken) as caught, a.atomic():
-        work.write(99)
+    with pytest.raises(StaleToken) as caught:
+        commit(a, partial(work.write, 99))
 
     assert (caught.value.token, caught.value.fence_token) == (1, 2)
     assert caught.value.fence_holder == b.holder.id
@@ -293,12 +294,11 @@ def test_an_unregistered_older_lease_does_not_even_begin(work, client):
     a = fenced_lock(work.resource, using=work.alias, register=False).acquire()
     client.delete(work.lease)
     fenced_lock(work.resource, using=work.alias).acquire()
-    begun = []
 
-    with pytest.raises(LeaseLost), a.atomic():
-        begun.append(a)
+    with pytest.raises(LeaseLost):
+        commit(a, partial(work.write, 99))
 
-    assert (begun, work.fence) == ([], 2)
+    assert (work.value, work.fence) == (0, 2)
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])
@@ -311,12 +311,29 @@ def test_a_lease_whose_transactions_failed_does_not_come_after_a_newer_one(work,
     client.delete(work.lease)
     b = fenced_lock(work.resource, using=work.alias).acquire()
 
-    with pytest.raises(LeaseLost), a.atomic():
-        work.write(99)
+    with pytest.raises(LeaseLost):
+        commit(a, partial(work.write, 99))
 
     with b.atomic():
         work.write(work.value + 1)
     assert (work.value, work.fence) == (1, b.token)
+
+
+def test_a_lease_that_a_failover_brings_back_does_not_come_after_a_newer_one(work, client):
+    """What it read in a transaction that failed is older than what the newer one has written."""
+    a = fenced_lock(work.resource, using=work.alias, register=False).acquire()
+    with a.atomic():
+        transaction.set_rollback(True, using=work.alias)
+    replicated = client.hgetall(work.lease)
+    client.delete(work.lease)
+    in_threads(partial(by_fenced_lock, lambda here: None, work))
+    client.hset(work.lease, mapping=replicated)
+    client.pexpire(work.lease, 60_000)
+
+    with pytest.raises(StaleToken):
+        commit(a, partial(work.write, 99))
+
+    assert (work.value, work.fence) == (1, 2)
 
 
 def test_a_newer_holder_cannot_register_while_an_older_one_is_about_to_commit(work, client):
@@ -400,6 +417,8 @@ def test_comparing_before_writing_moves_the_fence_backwards(work):
 
     mark.refresh_from_db()
     assert (mark.value, work.value) == (5, 5)
+    with pytest.raises(StaleToken):
+        compare_and_write(lambda: None, 4)
 
 
 def test_two_holders_with_one_token_are_told_apart(work, client):
@@ -409,10 +428,9 @@ def test_two_holders_with_one_token_are_told_apart(work, client):
     b = fenced_lock(work.resource, using=work.alias, register=False).acquire()
     assert a.token == b.token == 1
 
-    with b.atomic():
-        Counter.objects.using(work.alias).update(value=F("value") + 1)
-    with pytest.raises(LeaseLost), a.atomic():
-        Counter.objects.using(work.alias).update(value=F("value") + 1)
+    commit(b, partial(work.write, 1))
+    with pytest.raises(LeaseLost):
+        commit(a, partial(work.write, 99))
 
     assert work.value == 1
 
@@ -424,8 +442,8 @@ def test_two_registered_holders_with_one_token_are_told_apart(work, client):
     fences = place.model.objects.using(work.alias).filter(pk=place.pk)
     fences.update(last_fence_holder=uuid4())
 
-    with pytest.raises(StaleToken) as caught, a.atomic():
-        work.write(99)
+    with pytest.raises(StaleToken) as caught:
+        commit(a, partial(work.write, 99))
 
     assert caught.value.fence_token == a.token == 1
     assert work.value == 0
@@ -450,10 +468,9 @@ def test_a_retry_after_a_failover_does_not_move_the_fence_back(work, client):
 
     assert fences[0] > older.token
     assert work.fence == lease.token >= fences[0]
-    with lease.atomic():
-        work.write(1)
-    with pytest.raises(StaleToken), older.atomic():
-        work.write(99)
+    commit(lease, partial(work.write, 1))
+    with pytest.raises(StaleToken):
+        commit(older, partial(work.write, 99))
     assert work.value == 1
 
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 
+from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
 from django_fencing.conf import conf
@@ -48,5 +49,10 @@ class Store(ABC):
 
 def get_store() -> Store:
     """Return the store that FENCING["STORE"] names."""
-    store: Store = import_string(conf.store)()
-    return store
+    try:
+        kind = import_string(conf.store)
+    except ImportError as error:
+        raise ImproperlyConfigured(f"FENCING['STORE']: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Store)):
+        raise ImproperlyConfigured(f"FENCING['STORE'] must name a Store, not {kind!r}.")
+    return kind()

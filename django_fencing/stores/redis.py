@@ -143,9 +143,10 @@ def _client() -> Any:
     if not isinstance(client, DefaultClient) or isinstance(client, ShardClient):
         kind = type(cache if client is None else client)
         raise ImproperlyConfigured(
-            f"FENCING['CACHE'] is {conf.cache!r}, a {kind.__module__}.{kind.__qualname__}: a lock "
-            f"in there would not exclude other processes. Name a django-redis cache with its "
-            f"default, herd or sentinel client, or set FENCING['CLIENT_FACTORY']."
+            f"FENCING['CACHE'] is {conf.cache!r}, a {kind.__module__}.{kind.__qualname__}, in "
+            f"which no lock can be kept that excludes other processes. Name a cache with the "
+            f"BACKEND 'django_redis.cache.RedisCache' and its default, herd or sentinel client, "
+            f"or set FENCING['CLIENT_FACTORY']."
         )
     return client.get_client(write=True)
 

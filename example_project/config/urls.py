@@ -2,5 +2,9 @@
 
 from django.contrib import admin
 from django.urls import path
+from django.views.generic import RedirectView
 
-urlpatterns = [path("admin/", admin.site.urls)]
+urlpatterns = [
+    path("", RedirectView.as_view(pattern_name="admin:index")),
+    path("admin/", admin.site.urls),
+]

@@ -4,18 +4,18 @@
 -- ARGV  1 holder  2 member of held  3 idle ttl ms  4 '1' if the holder will ask again
 -- returns  'freed' if this or an earlier run has ended the lease, else 'lost'
 forget_done(KEYS[2])
-local freed = holder_of(KEYS[1]) == ARGV[1]
-if freed then
-  redis.call('DEL', KEYS[1])
-  redis.call('ZREM', KEYS[3], ARGV[2])
-end
-if ARGV[4] == '1' then return freed and 'freed' or 'lost' end
+local mine = holder_of(KEYS[1]) == ARGV[1]
+local freed = mine
+if mine then redis.call('DEL', KEYS[1]) end
 
--- The half millisecond says that the lease was freed, to a run whose reply was lost.
-local score = redis.call('ZSCORE', KEYS[2], ARGV[1])
-freed = freed or (score and tonumber(score) % 1 > 0)
-local life = math.min(60000, tonumber(ARGV[3]))
-redis.call('PEXPIRE', KEYS[2], life) -- where an ACL forbids it, nothing is left without expiry
-redis.call('ZADD', KEYS[2], now + (freed and 0.5 or 0), ARGV[1])
-redis.call('PEXPIRE', KEYS[2], life)
+if ARGV[4] ~= '1' then
+  -- The half millisecond says that the lease was freed, to a run whose reply was lost.
+  local score = redis.call('ZSCORE', KEYS[2], ARGV[1])
+  freed = mine or (score and tonumber(score) % 1 > 0)
+  local life = math.min(60000, tonumber(ARGV[3]))
+  redis.call('PEXPIRE', KEYS[2], life) -- where an ACL forbids it, nothing is left without expiry
+  redis.call('ZADD', KEYS[2], now + (freed and 0.5 or 0), ARGV[1])
+  redis.call('PEXPIRE', KEYS[2], life)
+end
+if mine then redis.call('ZREM', KEYS[3], ARGV[2]) end
 return freed and 'freed' or 'lost'

@@ -36,8 +36,8 @@ class Observed:
     @property
     def totals(self) -> str:
         return (
-            f"runs: {self.runs}, charges: {self.charges}, charged: {self.charged}, "
-            f"due: {self.due}, balances: {self.balances}"
+            f"Runs: {self.runs}. Charges: {self.charges}, of {self.charged} in all. "
+            f"The owners owe {self.balances}; {self.due} would be right."
         )
 
     def is_as_expected(self, variant: Variant) -> bool:
