@@ -57,7 +57,8 @@ class FencedResource(models.Model):
     ) -> None:
         """Refresh as usual. Reading some fields anew does not make the others fresh."""
         super().refresh_from_db(using, fields, from_queryset)
-        if fields is None and from_queryset is None:  # which may defer columns
+        defers = from_queryset is not None and from_queryset.query.deferred_loading[0]
+        if fields is None and not defers:
             self._note_fence()
 
     def _note_fence(self) -> None:
