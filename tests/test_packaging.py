@@ -60,7 +60,7 @@ def test_the_scripts_and_the_marker_of_types_are_in_the_package() -> None:
     package = files("django_fencing")
 
     assert (package / "py.typed").is_file()
-    for script in ("acquire", "confirm", "counter", "extend", "reissue", "release"):
+    for script in ("acquire", "confirm", "counter", "extend", "lease", "reissue", "release"):
         assert (package / "stores" / "lua" / f"{script}.lua").is_file()
 
 
