@@ -1,5 +1,6 @@
 """Register and check: the only SQL about fences."""
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 from uuid import UUID
@@ -175,8 +176,9 @@ def _move_returning(
         "holder": mine.holder,
         "granted": granted,
     }
+    statement = _statement(resource.model, rows.db, alone=alone)
     try:
-        found = list(rows.raw(_statement(resource, rows, alone=alone), params, using=rows.db))
+        found = list(rows.raw(statement, params, using=rows.db))
     except OperationalError as error:
         if _sqlstate(error) == _LOCK_NOT_AVAILABLE:
             raise NotRegistered(
@@ -223,10 +225,11 @@ _ALONE = "true"
 _INSIDE = "current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')"
 
 
-def _statement(resource: Resource, rows: QuerySet[FencedResource], *, alone: bool) -> str:
-    compiler = rows.query.get_compiler(rows.db)
-    quoted = connections[rows.db].ops.quote_name
-    options = resource.model._meta
+@functools.cache
+def _statement(model: type[FencedResource], alias: str, *, alone: bool) -> str:
+    compiler = QuerySet(model, using=alias).query.get_compiler(alias)
+    quoted = connections[alias].ops.quote_name
+    options = model._meta
     table = quoted(options.db_table)
     columns = {str(field.column): field for field in options.concrete_fields}
     returned = []
@@ -234,7 +237,7 @@ def _statement(resource: Resource, rows: QuerySet[FencedResource], *, alone: boo
         # PostGIS, for one, reads its columns through a function.
         sql, _ = field.select_format(compiler, f"{table}.{quoted(column)}", ())
         returned.append(f"{sql} AS {quoted(column)}")
-    move = (_UPSERT if resource.model is Fence else _UPDATE).format(
+    move = (_UPSERT if model is Fence else _UPDATE).format(
         table=table,
         pk=quoted(str(options.pk.column)),
         token=quoted(str(options.get_field("last_fence_token").column)),
