@@ -1,6 +1,5 @@
-"""Register and check: the only SQL about fences."""
+"""Register and check: all that is ever asked of a fence."""
 
-import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 from uuid import UUID
@@ -8,16 +7,10 @@ from uuid import UUID
 from django.db import OperationalError, connections, transaction
 from django.db.models import Q, QuerySet
 
+from django_fencing import postgresql
 from django_fencing.exceptions import InvalidResource, StaleToken
 from django_fencing.models import Fence, FencedResource
 from django_fencing.resources import Resource
-
-# https://www.postgresql.org/docs/current/errcodes-appendix.html
-_LOCK_NOT_AVAILABLE = "55P03"
-_RETRYABLE = ("40001", "40P01")  # serialization failure, deadlock
-
-# https://www.postgresql.org/docs/current/libpq-status.html, PQTRANS_INERROR
-_INERROR = 3
 
 
 class NotRegistered(Exception):
@@ -51,7 +44,7 @@ def register(
             with _own_transaction(resource.alias):
                 return _move(resource, mine, granted, patience, alone=True)
         except OperationalError as error:
-            if last or _sqlstate(error) not in _RETRYABLE:
+            if last or postgresql.sqlstate(error) not in postgresql.RETRYABLE:
                 raise
     raise AssertionError("the last try returns or raises")
 
@@ -66,7 +59,7 @@ def register_inside(
     reads from is taken before it waits for the row lock.
     """
     row = _move(resource, mine, granted, patience, alone=False)
-    if row is None and _reads_from_snapshot(resource.alias):
+    if row is None and postgresql.reads_from_snapshot(resource.alias):
         raise OldSnapshot
     return row
 
@@ -110,12 +103,6 @@ def registers_alone(alias: str) -> bool:
     connections[alias].ensure_connection()
     level = getattr(connections[alias], "isolation_level", None)
     return getattr(level, "name", "") in ("REPEATABLE_READ", "SERIALIZABLE")
-
-
-def is_aborted(alias: str) -> bool:
-    """Say whether the open transaction has failed, so that PostgreSQL's COMMIT rolls it back."""
-    info = getattr(connections[alias].connection, "info", None)
-    return getattr(info, "transaction_status", None) == _INERROR
 
 
 def _read(resource: Resource) -> Registration | None:
@@ -176,11 +163,11 @@ def _move_returning(
         "holder": mine.holder,
         "granted": granted,
     }
-    statement = _statement(resource.model, rows.db, alone=alone)
+    statement = postgresql.moving(resource.model, rows.db, alone=alone)
     try:
         found = list(rows.raw(statement, params, using=rows.db))
     except OperationalError as error:
-        if _sqlstate(error) == _LOCK_NOT_AVAILABLE:
+        if postgresql.sqlstate(error) == postgresql.LOCK_NOT_AVAILABLE:
             raise NotRegistered(
                 f"a transaction kept its row locked for {patience:.3g} s"
             ) from error
@@ -192,82 +179,12 @@ def _move_returning(
     return row
 
 
-# The guard sets a local lock_timeout and the last column sets the former one back, so bounding
-# the wait costs no round trip, and what follows in the transaction is not bounded. The names
-# have a space because no table has.
-_MOVE = """
-WITH "fencing guard" AS MATERIALIZED (
-    SELECT current_setting('lock_timeout') AS former,
-           set_config('lock_timeout', %(patience)s, true) AS patience
-    WHERE {condition}
-), "fencing moved" AS ({move} RETURNING {returned})
-SELECT "fencing moved".*, set_config('lock_timeout', former, true) AS "fencing restored"
-FROM "fencing moved", "fencing guard"
-"""
-
-_UPDATE = """
-    UPDATE {table} SET {token} = %(token)s, {holder} = %(holder)s
-    FROM "fencing guard" AS guard
-    WHERE {table}.{pk} = %(pk)s AND guard.patience IS NOT NULL
-        AND ({table}.{token} < %(granted)s
-             OR ({table}.{holder} = %(holder)s AND {table}.{token} <= %(token)s))
-"""
-
-_UPSERT = """
-    INSERT INTO {table} ({pk}, {token}, {holder})
-    SELECT %(pk)s, %(token)s, %(holder)s FROM "fencing guard"
-    ON CONFLICT ({pk}) DO UPDATE SET {token} = EXCLUDED.{token}, {holder} = EXCLUDED.{holder}
-    WHERE {table}.{token} < %(granted)s
-        OR ({table}.{holder} = %(holder)s AND {table}.{token} <= %(token)s)
-"""
-
-_ALONE = "true"
-_INSIDE = "current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')"
-
-
-@functools.cache
-def _statement(model: type[FencedResource], alias: str, *, alone: bool) -> str:
-    compiler = QuerySet(model, using=alias).query.get_compiler(alias)
-    quoted = connections[alias].ops.quote_name
-    options = model._meta
-    table = quoted(options.db_table)
-    columns = {str(field.column): field for field in options.concrete_fields}
-    returned = []
-    for column, field in columns.items():
-        # PostGIS, for one, reads its columns through a function.
-        sql, _ = field.select_format(compiler, f"{table}.{quoted(column)}", ())
-        returned.append(f"{sql} AS {quoted(column)}")
-    move = (_UPSERT if model is Fence else _UPDATE).format(
-        table=table,
-        pk=quoted(str(options.pk.column)),
-        token=quoted(str(options.get_field("last_fence_token").column)),
-        holder=quoted(str(options.get_field("last_fence_holder").column)),
-    )
-    return _MOVE.format(
-        condition=_ALONE if alone else _INSIDE, move=move, returned=", ".join(returned)
-    )
-
-
 def _own_transaction(alias: str) -> AbstractContextManager[None]:
     """Return what makes a registration one transaction: PostgreSQL's one statement is one."""
     connection = connections[alias]
     if connection.vendor == "postgresql" and not connection.in_atomic_block:
         return nullcontext()
     return transaction.atomic(using=alias)
-
-
-def _reads_from_snapshot(alias: str) -> bool:
-    if connections[alias].vendor != "postgresql":
-        return False
-    with connections[alias].cursor() as cursor:
-        cursor.execute("SELECT current_setting('transaction_isolation')")
-        return cursor.fetchone()[0] not in ("read committed", "read uncommitted")
-
-
-def _sqlstate(error: OperationalError) -> str | None:
-    """Return PostgreSQL's error code, which psycopg 3 and psycopg2 name differently."""
-    cause = error.__cause__
-    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
 
 
 def _stale(resource: Resource, mine: Registration, found: Registration | None) -> StaleToken:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from django.db import connections, transaction
 
-from django_fencing import fences, flow
+from django_fencing import fences, flow, postgresql
 from django_fencing.fences import NotRegistered, Registration
 from django_fencing.grants import Holder, Refusal
 from django_fencing.models import FencedResource
@@ -116,7 +116,7 @@ class Registrar:
         """Tell a commit from what looks like one, and in a TestCase, which never commits."""
         connection = connections[self._resource.alias]
         # A query that failed and was swallowed makes COMMIT a rollback, without an error.
-        self._aborted = fences.is_aborted(self._resource.alias)
+        self._aborted = postgresql.is_aborted(self._resource.alias)
         if len(connection.atomic_blocks) > 1 and not (kind or connection.needs_rollback):
             self._mark_registered()
 

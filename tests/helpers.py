@@ -198,3 +198,16 @@ def commit(lease: Lease, body: Callable[[], Any] = lambda: None) -> None:
     """Run `body` in a fenced transaction of `lease`."""
     with lease.atomic():
         body()
+
+
+@contextmanager
+def statements(alias: str = "default") -> Iterator[list[str]]:
+    """Collect the SQL of this thread's connection."""
+    collected: list[str] = []
+
+    def collect(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        collected.append(sql)
+        return execute(sql, params, many, context)
+
+    with connections[alias].execute_wrapper(collect):
+        yield collected

@@ -32,6 +32,7 @@ from tests.helpers import (
     in_threads,
     keys_of,
     started,
+    statements,
     taken_over,
     wait_until,
     waits_for_row,
@@ -53,19 +54,6 @@ def resource(request: pytest.FixtureRequest, job: Job, name: str) -> Any:
 def other_row(transactional_db: None) -> Counter:
     """Return a row that no fence protects."""
     return Counter.objects.create()
-
-
-@contextmanager
-def statements(alias: str = "default") -> Iterator[list[str]]:
-    """Collect the SQL of this thread's connection."""
-    collected: list[str] = []
-
-    def collect(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        collected.append(sql)
-        return execute(sql, params, many, context)
-
-    with connections[alias].execute_wrapper(collect):
-        yield collected
 
 
 def setting(name: str, alias: str = "default") -> str:

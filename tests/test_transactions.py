@@ -2,8 +2,8 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -36,6 +36,7 @@ from tests.helpers import (
     in_threads,
     keys_of,
     started,
+    statements,
     taken_over,
     wait_until,
     waits_for_row,
@@ -67,19 +68,6 @@ def fence_of(row: FencedResource, using: str = "default") -> tuple[int, UUID | N
     fences = fence_model(type(row))._base_manager.using(using)
     values = fences.values_list("last_fence_token", "last_fence_holder")
     return values.get(pk=fence_pk(row))
-
-
-@contextmanager
-def statements(alias: str = "default") -> Iterator[list[str]]:
-    """Collect the SQL of this thread's connection."""
-    collected: list[str] = []
-
-    def collect(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        collected.append(sql)
-        return execute(sql, params, many, context)
-
-    with connections[alias].execute_wrapper(collect):
-        yield collected
 
 
 # The lock stands outside the transaction

@@ -1,0 +1,97 @@
+"""What only PostgreSQL has: registering in one statement, SQLSTATEs, snapshots."""
+
+import functools
+
+from django.db import OperationalError, connections
+from django.db.models import QuerySet
+
+from django_fencing.models import Fence, FencedResource
+
+# https://www.postgresql.org/docs/current/errcodes-appendix.html
+LOCK_NOT_AVAILABLE = "55P03"
+RETRYABLE = ("40001", "40P01")  # serialization failure, deadlock
+
+# https://www.postgresql.org/docs/current/libpq-status.html, PQTRANS_INERROR
+_INERROR = 3
+
+# The guard sets a local lock_timeout and the last column sets the former one back, so bounding
+# the wait costs no round trip, and what follows in the transaction is not bounded. The names
+# have a space because no table has.
+_MOVE = """
+WITH "fencing guard" AS MATERIALIZED (
+    SELECT current_setting('lock_timeout') AS former,
+           set_config('lock_timeout', %(patience)s, true) AS patience
+    WHERE {condition}
+), "fencing moved" AS ({move} RETURNING {returned})
+SELECT "fencing moved".*, set_config('lock_timeout', former, true) AS "fencing restored"
+FROM "fencing moved", "fencing guard"
+"""
+
+_UPDATE = """
+    UPDATE {table} SET {token} = %(token)s, {holder} = %(holder)s
+    FROM "fencing guard" AS guard
+    WHERE {table}.{pk} = %(pk)s AND guard.patience IS NOT NULL
+        AND ({table}.{token} < %(granted)s
+             OR ({table}.{holder} = %(holder)s AND {table}.{token} <= %(token)s))
+"""
+
+_UPSERT = """
+    INSERT INTO {table} ({pk}, {token}, {holder})
+    SELECT %(pk)s, %(token)s, %(holder)s FROM "fencing guard"
+    ON CONFLICT ({pk}) DO UPDATE SET {token} = EXCLUDED.{token}, {holder} = EXCLUDED.{holder}
+    WHERE {table}.{token} < %(granted)s
+        OR ({table}.{holder} = %(holder)s AND {table}.{token} <= %(token)s)
+"""
+
+_ALONE = "true"
+_INSIDE = "current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')"
+
+
+@functools.cache
+def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
+    """
+    Return the statement that moves a fence up and returns its row.
+
+    Its parameters are pk, token, holder, granted, and patience in milliseconds. Unless `alone`
+    it moves nothing above READ COMMITTED.
+    """
+    compiler = QuerySet(model, using=alias).query.get_compiler(alias)
+    quoted = connections[alias].ops.quote_name
+    options = model._meta
+    table = quoted(options.db_table)
+    columns = {str(field.column): field for field in options.concrete_fields}
+    returned = []
+    for column, field in columns.items():
+        # PostGIS, for one, reads its columns through a function.
+        sql, _ = field.select_format(compiler, f"{table}.{quoted(column)}", ())
+        returned.append(f"{sql} AS {quoted(column)}")
+    move = (_UPSERT if model is Fence else _UPDATE).format(
+        table=table,
+        pk=quoted(str(options.pk.column)),
+        token=quoted(str(options.get_field("last_fence_token").column)),
+        holder=quoted(str(options.get_field("last_fence_holder").column)),
+    )
+    return _MOVE.format(
+        condition=_ALONE if alone else _INSIDE, move=move, returned=", ".join(returned)
+    )
+
+
+def reads_from_snapshot(alias: str) -> bool:
+    """Say whether the open transaction is above READ COMMITTED."""
+    if connections[alias].vendor != "postgresql":
+        return False
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT current_setting('transaction_isolation')")
+        return cursor.fetchone()[0] not in ("read committed", "read uncommitted")
+
+
+def is_aborted(alias: str) -> bool:
+    """Say whether the open transaction has failed, so that PostgreSQL's COMMIT rolls it back."""
+    info = getattr(connections[alias].connection, "info", None)
+    return getattr(info, "transaction_status", None) == _INERROR
+
+
+def sqlstate(error: OperationalError) -> str | None:
+    """Return PostgreSQL's error code, which psycopg 3 and psycopg2 name differently."""
+    cause = error.__cause__
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
