@@ -219,12 +219,13 @@ def test_processes_that_are_stopped_at_any_moment_lose_no_update(two_replicas, w
         replica.stop()
         time.sleep(chance.uniform(0.03, 0.08))  # for how long it stands
         replica.resume()
+    wait_until(lambda: work.value > 25)  # a busy machine may get less done meanwhile
     for replica in two_replicas:
         replica.go_on()
     ends = sum((Tally(replica.end()) for replica in two_replicas), Tally())
 
     assert ends.keys() <= {"committed", "LockHeld", "StaleToken", "LeaseLost"}
-    assert work.value == ends["committed"] > 0
+    assert work.value == ends["committed"] > 25
 
 
 @pytest.mark.parametrize("stopped", ["by_fenced_lock", "by_fenced_atomic"])
