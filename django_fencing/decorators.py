@@ -1,20 +1,22 @@
-"""with_fenced_lock: a whole function under a lock."""
+"""with_fenced_lock: a whole view, management command, task or function under a lock."""
 
 import functools
 import inspect
-import string
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import date
+from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
-from uuid import UUID
 
-from asgiref.sync import iscoroutinefunction
-from django.db import models
+from asgiref.sync import markcoroutinefunction
+from django.core.management.base import BaseCommand
 
-from django_fencing.exceptions import InvalidResource, LockHeld
+from django_fencing import calls, coroutines
+from django_fencing.calls import Call
+from django_fencing.commands import CommandCall
+from django_fencing.exceptions import LockHeld
+from django_fencing.http import OwnTransactions, ViewCall, request_of
+from django_fencing.leases import Lease
 from django_fencing.locks import FencedLock
-from django_fencing.names import checked, encoded
 from django_fencing.resources import ResourceLike
 from django_fencing.timing import Duration
 
@@ -32,6 +34,7 @@ def with_fenced_lock(
     using: str | None = None,
     atomic: bool | None = None,
     on_held: OnHeld = "raise",
+    respond: bool = True,
 ) -> Callable[[Callable[P, R]], Callable[..., R]]:
     """
     Run the function under the fenced lock of `resource`.
@@ -45,53 +48,144 @@ def with_fenced_lock(
     `lease`: then it is given the lease, and opens its own lease.atomic(). `atomic` overrides
     that choice.
 
-    Where the lock is held, `on_held` says what the call does: "raise" LockHeld, "skip" and
-    return None, or return what a callable makes of the LockHeld. `ttl`, `wait`, `using` and
-    all other errors are those of fenced_lock(). Raise TypeError at decoration for what cannot
-    be run under a lock: coroutine functions, generators, classes.
+    Where the lock is held, `on_held` says what the call does: "raise" LockHeld, "skip" the
+    body, or return what a callable makes of the LockHeld. `ttl`, `wait`, `using` and all other
+    errors are those of fenced_lock().
+
+    What is called decides how errors show, unless `respond` is False:
+
+    - A view (its first or second argument is a request) answers 409 or 503, and 204 if skipped.
+      The transaction of ATOMIC_REQUESTS is opened inside the lock. A streaming response keeps
+      the lease until it is closed.
+    - A management command raises CommandError with a return code of its own, says in a line
+      that it skips, and stops in order at SIGTERM and Ctrl-C.
+    - Any other function raises the error, and returns None if skipped.
+
+    A coroutine function stays one. It holds the lease until it ends, and one thread as well.
+    Raise TypeError at decoration for what cannot be run under a lock: generators, classes.
     """
     if on_held not in ("raise", "skip") and not callable(on_held):
         raise TypeError(f'on_held must be "raise", "skip" or a callable, not {on_held!r}.')
+    if coroutines.is_deferred(on_held):
+        raise TypeError(f"on_held must be a plain function, not {on_held!r}: it is not awaited.")
 
     if isinstance(resource, type):
         raise TypeError(f"A resource is not a class: pass a row or ({resource.__name__}, pk).")
 
     def decorate(function: Callable[P, R]) -> Callable[..., R]:
-        _refuse_deferred(function)
-        signature = inspect.signature(function)
-        takes_lease = _takes_lease(signature)
-        in_transaction = not takes_lease if atomic is None else atomic
-        resource_of = _resource_of_call(resource, signature)
-        label = _label(function)
+        _refuse_undecoratable(function)
+        signature = calls.signature_of(function)
+        takes_lease = calls.takes_lease(signature)
+        own_transactions = OwnTransactions(getattr(function, "_non_atomic_requests", ()))
+        work = _Work(
+            function=function,
+            resource_of=calls.resource_of_call(resource, signature),
+            ttl=ttl,
+            wait=wait,
+            using=using,
+            in_transaction=not takes_lease if atomic is None else atomic,
+            takes_lease=takes_lease,
+            on_held=on_held,
+            respond=respond,
+            label=calls.label_of(function),
+            own_transactions=own_transactions,
+        )
+        deferred = coroutines.is_deferred(function)
 
         @functools.wraps(function)
         def fenced(*args: Any, **kwargs: Any) -> Any:
-            lock = FencedLock(
-                resource=resource_of(*args, **kwargs),
-                ttl=ttl,
-                wait=wait,
-                using=using,
-                register=not in_transaction,
-                function=label,
-            )
-            with ExitStack() as held:
-                try:
-                    lease = held.enter_context(lock.opened() if in_transaction else lock)
-                except LockHeld as error:
-                    if on_held == "raise":
-                        raise
-                    return None if on_held == "skip" else on_held(error)
-                if takes_lease:
-                    kwargs["lease"] = lease
-                return function(*args, **kwargs)
+            if deferred or coroutines.dispatches_async(function, args):
+                return coroutines.in_thread(lambda: work.run(args, kwargs, deferred=True))
+            return work.run(args, kwargs)
 
+        if deferred:
+            markcoroutinefunction(fenced)
+        fenced.__signature__ = calls.without_lease(signature)  # type: ignore[attr-defined]
+        fenced._non_atomic_requests = own_transactions  # type: ignore[attr-defined]
         return fenced
 
     return decorate
 
 
-def _refuse_deferred(function: Any) -> None:
-    """Refuse what returns before its body has run: the lock would be gone by then."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """A function with its lock."""
+
+    function: Callable[..., Any]
+    resource_of: Callable[..., ResourceLike]
+    ttl: Duration | None
+    wait: Duration | None
+    using: str | None
+    in_transaction: bool
+    takes_lease: bool
+    on_held: OnHeld
+    respond: bool
+    label: str
+    own_transactions: OwnTransactions
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, deferred: bool = False) -> Any:
+        """Run one call; `deferred` if the function returns an awaitable."""
+        call = self._call(args)
+        locked = functools.partial(self._locked, call, args, kwargs, deferred)
+        return call.answered(locked) if self.respond else locked()
+
+    def _call(self, args: tuple[Any, ...]) -> Call:
+        """Return the kind of the call, which its first arguments tell."""
+        if args and isinstance(args[0], BaseCommand) and self.respond:
+            return CommandCall(args[0])
+        if request := next(filter(None, map(request_of, args[:2])), None):
+            return ViewCall(request, self.own_transactions)
+        return Call()
+
+    def _locked(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: bool
+    ) -> Any:
+        lock = FencedLock(
+            resource=self.resource_of(*args, **kwargs),
+            ttl=self.ttl,
+            wait=self.wait,
+            using=self.using,
+            register=not self.in_transaction,
+            function=self.label,
+        )
+        acquisition = lock.ask()
+        holding = acquisition.opened() if self.in_transaction else acquisition.leased()
+        try:
+            with ExitStack() as held:
+                try:
+                    lease = held.enter_context(holding)
+                except LockHeld as error:
+                    return self._refused(call, error)
+                return call.run(lambda: self._body(lease, args, kwargs, deferred), lease)
+        except KeyboardInterrupt:
+            acquisition.abandon()  # it may have come between two instructions that note the lease
+            raise
+
+    def _refused(self, call: Call, error: LockHeld) -> Any:
+        if self.on_held == "raise":
+            raise error
+        return call.skipped(error) if self.on_held == "skip" else self.on_held(error)
+
+    def _body(
+        self, lease: Lease, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: bool
+    ) -> Any:
+        if self.takes_lease:
+            kwargs = {**kwargs, "lease": lease}
+        if deferred:
+            return coroutines.as_function(self.function, lease)(*args, **kwargs)
+        result = self.function(*args, **kwargs)
+        if inspect.isawaitable(result):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise TypeError(
+                f"{self.label} is no coroutine function and has returned {result!r}, which would "
+                f"run after the lock is released."
+            )
+        return result
+
+
+def _refuse_undecoratable(function: Any) -> None:
+    """Refuse what is no function, or returns before its body has run."""
     called = getattr(function, "__call__", None)  # noqa: B004 - of a callable object
     if isinstance(function, type):
         fault = "is a class: decorate a method of it"
@@ -99,8 +193,6 @@ def _refuse_deferred(function: Any) -> None:
         fault = f"hides its function: put @with_fenced_lock below @{type(function).__name__}"
     elif not callable(function):
         fault = 'is no function: was the decorator used without its resource, as in ("name")?'
-    elif any(map(iscoroutinefunction, (function, called))):
-        fault = "is a coroutine function, which cannot be locked yet: lock a plain function"
     elif any(map(_is_generator, (function, called))):
         fault = "is a generator: its body would run after the lock is released"
     else:
@@ -110,81 +202,3 @@ def _refuse_deferred(function: Any) -> None:
 
 def _is_generator(function: Any) -> bool:
     return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-
-
-def _takes_lease(signature: inspect.Signature) -> bool:
-    lease = signature.parameters.get("lease")
-    return lease is not None and lease.kind is inspect.Parameter.KEYWORD_ONLY
-
-
-def _label(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{function.__module__}.{name}"
-
-
-def _resource_of_call(
-    resource: ResourceLike | Callable[..., ResourceLike], signature: inspect.Signature
-) -> Callable[..., ResourceLike]:
-    """Return what gives a call's resource from its arguments."""
-    if isinstance(resource, str):
-        return _Template(resource, signature)
-    if isinstance(resource, tuple | models.Model):
-        return lambda *args, **kwargs: resource
-    if callable(resource):
-        return resource
-    raise TypeError(f"A resource is a text, a row, (Model, pk) or a callable, not {resource!r}.")
-
-
-class _Template:
-    """A name with parameters of the function in braces."""
-
-    def __init__(self, text: str, signature: inspect.Signature) -> None:
-        try:
-            self._pieces = list(string.Formatter().parse(text))
-        except ValueError as error:
-            raise InvalidResource(f"The name {text!r} is no template: {error}.") from error
-        parameters = list(signature.parameters.values())
-        if _takes_lease(signature):
-            parameters.remove(signature.parameters["lease"])
-        self._signature = signature.replace(parameters=parameters)
-        named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        for _, field, specification, conversion in self._pieces:
-            if field is None:
-                continue
-            if field not in named:
-                fault = f"which is no parameter of it: {', '.join(sorted(named)) or 'it has none'}"
-            elif specification or conversion:
-                fault = "which must stand alone, without a format"
-            else:
-                continue
-            raise InvalidResource(
-                f"The name {text!r} of the function's lock has the field {{{field}}}, {fault}. "
-                f"A callable may make any name of the arguments."
-            )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> str:
-        call = self._signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        parts = (
-            literal + ("" if field is None else _value_in_name(field, call.arguments[field]))
-            for literal, field, *_ in self._pieces
-        )
-        return "".join(parts)
-
-
-def _value_in_name(parameter: str, given: Any) -> str:
-    value = given
-    if isinstance(value, models.Model):
-        value = None if value._state.adding else value.pk
-    if isinstance(value, date):
-        value = value.isoformat()
-    if not isinstance(value, str | int | UUID) or value == "":
-        raise InvalidResource(
-            f"The parameter {parameter!r} gives no name: it must be a text that is not empty, a "
-            f"whole number, a date, a UUID or a saved row, not {given!r}."
-        )
-    # A member of a text enumeration stands for its value.
-    text = "".join((value,)) if isinstance(value, str) else str(value)
-    return encoded(checked(text), readable="-._~")

@@ -1,8 +1,7 @@
 """A lease: one time-limited grant, and what its holder may do with it."""
 
-import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,13 +19,11 @@ from django_fencing.exceptions import (
 from django_fencing.fences import NotRegistered
 from django_fencing.grants import Holder
 from django_fencing.models import FencedResource
-from django_fencing.names import encoded
 from django_fencing.registrar import Registrar
 from django_fencing.resources import Resource
+from django_fencing.signals import lease_extended, lease_lost, lease_released, token_refused
 from django_fencing.stores.base import Store
 from django_fencing.timing import Duration, now, seconds
-
-logger = logging.getLogger("django_fencing")
 
 # How long registering may wait for the row where the caller does not wait for longer anyway.
 _PATIENCE = 1.0
@@ -64,6 +61,8 @@ class Lease:
         self._flow = flow.current_flow()
         self._ends = sent + ttl
         self._lost = False
+        self._told = False  # whether its loss was announced
+        self._kept = False  # by something that outlives its block
         self._released: bool | None = None
         self._releasing = threading.Lock()
         self._registrar = Registrar(store, resource, holder, token)
@@ -139,8 +138,10 @@ class Lease:
         with ExitStack() as fenced:
             try:
                 row = self._open(fenced)
-            except StaleToken:
-                self._lost = True
+            except StaleToken as error:
+                self._lost = self._told = True
+                line = {"token": self.token, "fence_token": error.fence_token}
+                token_refused.announce(self._resource, line, lease=self, error=error)
                 raise
             except NotRegistered as error:
                 self._released = self._give_back()
@@ -175,6 +176,7 @@ class Lease:
         if not extended:
             raise self._lose("it ran out, or another holder has it")
         self.ttl, self._ends = length, ends
+        lease_extended.announce(self._resource, {"token": self.token, "ttl": length}, lease=self)
 
     def release(self) -> bool:
         """
@@ -190,6 +192,8 @@ class Lease:
         with self._releasing:
             if self._released is None:
                 self._released = self._give_back()
+                if not self._released:
+                    self._note_loss("it ended before its release; what was committed stands")
         flow.let_go(self, self._flow)
         return self._released
 
@@ -200,22 +204,32 @@ class Lease:
         What the block has raised (`error`) or committed stands: a lease that ran out
         meanwhile, or that cannot be given back, is a warning.
         """
+        if self._kept and error is None:
+            flow.let_go(self, self._flow)
+            return
         try:
             try:
-                freed = self.release()
+                self.release()
             except StoreUnavailable:
-                freed = self.release()
-            told = isinstance(error, LeaseLost) and error.resource == self.resource
-            if not freed and not told:
-                self._warn("it ended before its block; what the block committed stands")
+                self.release()
         except StoreUnavailable as failure:
-            self._warn(f"it was not given back and will run out: {failure}")
+            self._tell_loss(f"it was not given back and will run out: {failure}")
         except InsideTransaction as failure:
             if error is None:
                 raise
-            self._warn(f"it was not given back and will run out: {failure}")
+            self._tell_loss(f"it was not given back and will run out: {failure}")
         finally:
             flow.let_go(self, self._flow)
+
+    def _keep(self) -> Callable[[], None]:
+        """Outlive the block that ends without an error, and return what ends the lease instead."""
+        self._kept = True
+
+        def end() -> None:
+            self._kept = False
+            self._leave(None)
+
+        return end
 
     def _register(self, wait: float = 0) -> None:
         """Register and confirm before a body begins. Raise NotRegistered."""
@@ -234,7 +248,8 @@ class Lease:
 
     def _give_back(self) -> bool:
         freed = self._store.release(self._resource, self.holder)
-        self._lost = self._lost or not freed
+        if freed:
+            lease_released.announce(self._resource, {"token": self.token}, lease=self)
         return freed
 
     def _refuse_released(self) -> None:
@@ -242,17 +257,23 @@ class Lease:
             raise self._over("it was released")
 
     def _lose(self, reason: str) -> LeaseLost:
-        self._lost = True
+        self._note_loss(reason)
         return self._over(reason)
+
+    def _note_loss(self, reason: str) -> None:
+        self._lost = True
+        self._tell_loss(reason)
+
+    def _tell_loss(self, reason: str) -> None:
+        """Announce, once, that the lease has ended other than by its release, or will."""
+        if not self._told:
+            self._told = True
+            line = {"token": self.token, "reason": reason}
+            lease_lost.announce(self._resource, line, lease=self, reason=reason)
 
     def _over(self, reason: str) -> LeaseLost:
         return LeaseLost(
             f"The lease of {self.resource!r} with token {self.token} is over: {reason}.",
             resource=self.resource,
             token=self.token,
-        )
-
-    def _warn(self, reason: str) -> None:
-        logger.warning(
-            "lease_lost resource=%s token=%d reason=%r", encoded(self.resource), self.token, reason
         )

@@ -1,37 +1,24 @@
-"""Acquire a resource: propose in the store, register in the database, confirm in the store."""
+"""What to lock: a definition, whose acquisitions propose, register and confirm."""
 
-import random
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from django.core.exceptions import ImproperlyConfigured
-
 from django_fencing import flow
+from django_fencing.acquisitions import Acquisition
 from django_fencing.conf import conf
-from django_fencing.exceptions import LeaseLost, LockHeld, StoreUnavailable
-from django_fencing.fences import NotRegistered
-from django_fencing.grants import Holder, Refusal
 from django_fencing.leases import Lease
-from django_fencing.resources import Resource, ResourceLike, resolve
-from django_fencing.stores.base import Store, get_store
-from django_fencing.timing import Duration, now, seconds
+from django_fencing.resources import ResourceLike, resolve
+from django_fencing.stores.base import get_store
+from django_fencing.timing import Duration, seconds
 
-# The pause between two attempts grows from the first to the second, with jitter.
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25
-
-# redis-py hides its retries. A call that took this long may have been sent twice, and the first
-# may still be on its way.
-_SLOW = 0.5
-
-# What retry_after says where the store cannot tell.
-_UNKNOWN_REMAINING = 1.0
-
-# How a granted lease gets into the database, in which it may wait for as long as is left.
-Settle = Callable[[Lease, float], object]
+_TAKE_IT_FIRST = (
+    "take the lock first, then open the transaction with lease.atomic(). Where ATOMIC_REQUESTS "
+    "has opened it, decorate what the URL leads to (the view, or its `dispatch`) instead of `get` "
+    "or `post`, or put @transaction.non_atomic_requests on that."
+)
 
 
 def fenced_lock(
@@ -75,7 +62,7 @@ def fenced_atomic(
     is released after the commit. The arguments and errors are those of fenced_lock().
     """
     lock = FencedLock(resource=resource, ttl=ttl, wait=wait, using=using, register=False)
-    with lock.opened() as lease:
+    with lock.ask().opened() as lease:
         yield lease.row
 
 
@@ -93,14 +80,37 @@ class FencedLock:
 
     def acquire(self) -> Lease:
         """Return a lease, which the caller releases. Raise as fenced_lock() says."""
-        lease = _acquire(self, Lease._register if self.register else _unregistered)
-        flow.hold(lease)
-        return lease
+        return self.ask().acquire()
+
+    def ask(self) -> Acquisition:
+        """Return an acquisition of its own. Raise for what can be refused before it is sent."""
+        ttl = conf.ttl if self.ttl is None else seconds("ttl", self.ttl, most=conf.max_ttl)
+        wait = conf.wait
+        if self.wait is not None:
+            wait = seconds("wait", self.wait, most=conf.max_ttl, zero=True)
+        resource = resolve(self.resource, self.using)
+        flow.refuse_transaction(resource.alias, "lock", resource.name, _TAKE_IT_FIRST)
+        return Acquisition(
+            store=get_store(),
+            resource=resource,
+            holder=flow.new_holder(self.function),
+            ttl=ttl,
+            wait=wait,
+            register=self.register,
+        )
 
     def __enter__(self) -> Lease:
-        lease = self.acquire()
-        self._entered.append((flow.current_flow(), lease))
-        return lease
+        acquisition = self.ask()
+        try:
+            lease = acquisition.acquire()
+            self._entered.append((flow.current_flow(), lease))
+            return lease
+        except KeyboardInterrupt:  # between two instructions, when nobody else has the lease yet
+            self._entered[:] = [
+                entry for entry in self._entered if entry[1] is not acquisition.lease
+            ]
+            acquisition.abandon()
+            raise
 
     def __exit__(
         self,
@@ -110,20 +120,6 @@ class FencedLock:
     ) -> None:
         self._leaving()._leave(error)
 
-    @contextmanager
-    def opened(self) -> Iterator[Lease]:
-        """Hold a lease with its fenced transaction open, which has registered it."""
-        with ExitStack() as fenced:
-            lease = _acquire(self, lambda lease, rest: lease._open(fenced, rest))
-            flow.hold(lease)
-            try:
-                with fenced.pop_all():
-                    yield lease
-            except BaseException as error:
-                lease._leave(error)
-                raise
-            lease._leave(None)
-
     def _leaving(self) -> Lease:
         """Take the lease of the block that is left: the newest of this flow, or the only one."""
         here = [entry for entry in self._entered if entry[0] is flow.current_flow()]
@@ -132,121 +128,3 @@ class FencedLock:
         entry = (here or self._entered)[-1]
         self._entered.remove(entry)
         return entry[1]
-
-
-def _acquire(lock: FencedLock, settle: Settle) -> Lease:
-    """Ask the store until it grants and `settle` registers, for as long as the lock waits."""
-    ttl = conf.ttl if lock.ttl is None else seconds("ttl", lock.ttl, most=conf.max_ttl)
-    wait = conf.wait
-    if lock.wait is not None:
-        wait = seconds("wait", lock.wait, most=conf.max_ttl, zero=True)
-    resource = resolve(lock.resource, lock.using)
-    flow.refuse_transaction(
-        resource.alias,
-        "lock",
-        resource.name,
-        "take the lock first, then open the transaction with lease.atomic(). Under "
-        "ATOMIC_REQUESTS, put @transaction.non_atomic_requests on the view.",
-    )
-    asked = _Asked(get_store(), resource, flow.new_holder(lock.function), ttl)
-    if asked.by_its_holder:
-        wait = 0  # this flow would wait for itself
-
-    failure: LockHeld | StoreUnavailable
-    try:
-        for rest in _attempts(wait):
-            try:
-                return asked.attempt(settle, rest)
-            except (LockHeld, StoreUnavailable) as error:
-                failure = error
-        raise failure
-    except BaseException as error:
-        if asked.doubtful or not isinstance(error, LockHeld):
-            asked.abandon()
-        raise
-
-
-@dataclass(slots=True)
-class _Asked:
-    """One acquisition: all its attempts ask for the same holder."""
-
-    store: Store
-    resource: Resource
-    holder: Holder
-    ttl: float
-    doubtful: bool = False  # whether an attempt's outcome is unknown
-
-    @property
-    def by_its_holder(self) -> bool:
-        """Whether the flow that asks is the one that holds the resource."""
-        held = (lease for lease in flow.held() if not lease.lost)
-        return any(lease.place == self.resource.place for lease in held)
-
-    def attempt(self, settle: Settle, rest: float) -> Lease:
-        """Propose, then settle. Raise LockHeld or StoreUnavailable, which may be tried again."""
-        try:
-            return self._attempt(settle, rest)
-        except StoreUnavailable:
-            self.doubtful = True
-            raise
-
-    def abandon(self) -> None:
-        """End what the store may have granted, or may yet grant, as far as it answers."""
-        with suppress(StoreUnavailable, ImproperlyConfigured):
-            self.store.release(self.resource, self.holder)
-
-    def _attempt(self, settle: Settle, rest: float) -> Lease:
-        sent = now()
-        answer = self.store.acquire(
-            self.resource, self.holder, ttl=self.ttl, floor=self.resource.floor
-        )
-        if isinstance(answer, Refusal):
-            self.doubtful = self.doubtful or now() - sent > _SLOW
-            raise self._held(answer)
-        lease = Lease(
-            self.store,
-            self.resource,
-            self.holder,
-            token=answer.token,
-            ttl=self.ttl,
-            sent=sent,
-        )
-        try:
-            settle(lease, rest)
-        except (NotRegistered, LeaseLost) as error:
-            # A grant that is lost before the body begins is a refusal.
-            self.doubtful = True
-            self.store.release(self.resource, self.holder, again=True)
-            raise self._refused(f"could not be registered: {error}", Refusal()) from error
-        return lease
-
-    def _held(self, refusal: Refusal) -> LockHeld:
-        held_by = refusal.held_by or "unknown"
-        if self.by_its_holder:
-            held_by += ", in this very thread or task: a lock is not re-entrant"
-        return self._refused(f"is held by {held_by}", refusal)
-
-    def _refused(self, reason: str, refusal: Refusal) -> LockHeld:
-        remaining = _UNKNOWN_REMAINING if refusal.remaining is None else refusal.remaining
-        return LockHeld(
-            f"{self.resource.name!r} {reason}; try again in {remaining:.3g} s.",
-            resource=self.resource.name,
-            retry_after=remaining,
-            held_by=refusal.held_by,
-        )
-
-
-def _unregistered(lease: Lease, rest: float) -> None:
-    """Leave registering to the lease's first atomic()."""
-
-
-def _attempts(wait: float) -> Iterator[float]:
-    """Yield the seconds that are left at each attempt: the last one comes at the deadline."""
-    deadline = now() + wait
-    pause = _SHORTEST_PAUSE
-    while True:
-        yield max(0.0, deadline - now())
-        if (rest := deadline - now()) <= 0:
-            return
-        time.sleep(min(rest, random.uniform(pause / 2, pause)))  # noqa: S311 - jitter
-        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -1,5 +1,6 @@
 """What a store does for the protocol, and which store the settings name."""
 
+import os
 from abc import ABC, abstractmethod
 
 from django.core.exceptions import ImproperlyConfigured
@@ -8,6 +9,10 @@ from django.utils.module_loading import import_string
 from django_fencing.conf import conf
 from django_fencing.grants import Grant, Holder, Refusal
 from django_fencing.resources import Resource
+from django_fencing.signals import key_values, logger
+
+# Of which process and which settings the log has said what its store is.
+_introduced: set[tuple[object, ...]] = set()
 
 
 class Store(ABC):
@@ -46,6 +51,10 @@ class Store(ABC):
         late is refused, unless it will ask `again`.
         """
 
+    def describe(self) -> dict[str, object]:
+        """Return what the log shall say of the store at its first use in a process."""
+        return {}
+
 
 def get_store() -> Store:
     """Return the store that FENCING["STORE"] names."""
@@ -56,3 +65,12 @@ def get_store() -> Store:
     if not (isinstance(kind, type) and issubclass(kind, Store)):
         raise ImproperlyConfigured(f"FENCING['STORE'] must name a Store, not {kind!r}.")
     return kind()
+
+
+def introduce(store: Store) -> None:
+    """Log one line at the first use of this store in this process: which one it is."""
+    key = (os.getpid(), type(store), conf.cache, conf.prefix)
+    if key not in _introduced:
+        _introduced.add(key)
+        kind = f"{type(store).__module__}.{type(store).__qualname__}"
+        logger.info("%s", key_values("store_used", {"store": kind, **store.describe()}))

@@ -1,0 +1,169 @@
+"""Acquire a resource: propose in the store, register in the database, confirm in the store."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+from django.core.exceptions import ImproperlyConfigured
+
+from django_fencing import flow
+from django_fencing.exceptions import LeaseLost, LockHeld, StoreUnavailable
+from django_fencing.fences import NotRegistered
+from django_fencing.grants import Grant, Holder, Refusal
+from django_fencing.leases import Lease
+from django_fencing.resources import Resource
+from django_fencing.signals import lease_acquired, lock_contended
+from django_fencing.stores.base import Store, introduce
+from django_fencing.timing import now
+from django_fencing.waiting import attempts
+
+# redis-py hides its retries. A call that took this long may have been sent twice, and the first
+# may still be on its way.
+_SLOW = 0.5
+
+# What retry_after says where the store cannot tell.
+_UNKNOWN_REMAINING = 1.0
+
+# How a granted lease gets into the database, in which it may wait for as long as is left.
+Settle = Callable[[Lease, float], object]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Acquisition:
+    """One acquisition, whose attempts all ask for the same holder."""
+
+    store: Store
+    resource: Resource
+    holder: Holder
+    ttl: float
+    wait: float
+    register: bool
+    lease: Lease | None = None  # once it is granted
+    _doubtful: bool = False  # whether an attempt's outcome is unknown
+    _contended: bool = False  # whether the lock was found held
+
+    def acquire(self) -> Lease:
+        """Return the lease, registered if the lock says so."""
+        return self._acquire(self._register if self.register else self._announce)
+
+    @contextmanager
+    def leased(self) -> Iterator[Lease]:
+        """Hold the lease."""
+        lease = self.acquire()
+        try:
+            yield lease
+        except BaseException as error:
+            lease._leave(error)
+            raise
+        lease._leave(None)
+
+    @contextmanager
+    def opened(self) -> Iterator[Lease]:
+        """Hold the lease with its fenced transaction open, which has registered it."""
+        with ExitStack() as fenced:
+
+            def settle(lease: Lease, rest: float) -> None:
+                self._announce(lease, rest)  # outside of the transaction
+                try:
+                    lease._open(fenced, rest)
+                except (NotRegistered, LeaseLost) as error:
+                    lease._note_loss(f"it could not be registered: {error}")
+                    raise
+
+            lease = self._acquire(settle)
+            try:
+                with fenced.pop_all():
+                    yield lease
+            except BaseException as error:
+                lease._leave(error)
+                raise
+            lease._leave(None)
+
+    def abandon(self) -> None:
+        """End what the store may have granted, or may yet grant, as far as it answers."""
+        with suppress(StoreUnavailable, ImproperlyConfigured):
+            self.store.release(self.resource, self.holder)
+
+    def _acquire(self, settle: Settle) -> Lease:
+        """Ask the store until it grants and `settle` registers, for as long as the lock waits."""
+        failure: LockHeld | StoreUnavailable
+        # A flow that holds the resource would wait for itself.
+        wait = 0 if self._by_its_holder else self.wait
+        try:
+            for rest in attempts(wait):
+                try:
+                    lease = self._attempt(settle, rest)
+                except LockHeld as error:
+                    failure = error
+                except StoreUnavailable as error:
+                    failure, self._doubtful = error, True
+                else:
+                    flow.hold(lease)
+                    return lease
+            raise failure
+        except BaseException as error:
+            if self._doubtful or not isinstance(error, LockHeld):
+                self.abandon()
+            raise
+
+    def _attempt(self, settle: Settle, rest: float) -> Lease:
+        """Propose, then settle. Raise LockHeld or StoreUnavailable, which may be tried again."""
+        sent = now()
+        answer = self.store.acquire(
+            self.resource, self.holder, ttl=self.ttl, floor=self.resource.floor
+        )
+        if isinstance(answer, Refusal):
+            self._doubtful = self._doubtful or now() - sent > _SLOW
+            raise self._held(answer)
+        introduce(self.store)
+        lease = self.lease = self._lease(answer, sent)
+        try:
+            settle(lease, rest)
+        except (NotRegistered, LeaseLost) as error:
+            # A grant that is lost before the body begins is a refusal.
+            self._doubtful = True
+            self.store.release(self.resource, self.holder, again=True)
+            raise self._refused(f"could not be registered: {error}", Refusal()) from error
+        return lease
+
+    def _lease(self, grant: Grant, sent: float) -> Lease:
+        return Lease(
+            self.store, self.resource, self.holder, token=grant.token, ttl=self.ttl, sent=sent
+        )
+
+    def _register(self, lease: Lease, rest: float) -> None:
+        lease._register(rest)
+        self._announce(lease, rest)
+
+    def _announce(self, lease: Lease, rest: float) -> None:
+        """Tell that the lease is acquired. Registering may be left to its first atomic()."""
+        line = {"token": lease.token, "ttl": self.ttl, "holder": self.holder.id, "by": self.holder}
+        lease_acquired.announce(self.resource, line, lease=lease)
+
+    @property
+    def _by_its_holder(self) -> bool:
+        """Whether the flow that asks is the one that holds the resource."""
+        held = (lease for lease in flow.held() if not lease.lost)
+        return any(lease.place == self.resource.place for lease in held)
+
+    def _held(self, refusal: Refusal) -> LockHeld:
+        held_by = refusal.held_by or "unknown"
+        if self._by_its_holder:
+            held_by += ", in this very thread or task: a lock is not re-entrant"
+        error = self._refused(f"is held by {held_by}", refusal)
+        if not self._contended:
+            self._contended = True
+            known = {"held_by": error.held_by, "retry_after": error.retry_after}
+            lock_contended.announce(
+                self.resource, {**known, "by": self.holder}, holder=self.holder, **known
+            )
+        return error
+
+    def _refused(self, reason: str, refusal: Refusal) -> LockHeld:
+        remaining = _UNKNOWN_REMAINING if refusal.remaining is None else refusal.remaining
+        return LockHeld(
+            f"{self.resource.name!r} {reason}; try again in {remaining:.3g} s.",
+            resource=self.resource.name,
+            retry_after=remaining,
+            held_by=refusal.held_by,
+        )

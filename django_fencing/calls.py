@@ -1,0 +1,144 @@
+"""A call of a decorated function: the resource that its arguments name, and how it ends."""
+
+import functools
+import inspect
+import string
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+from uuid import UUID
+
+from django.db import models
+
+from django_fencing.exceptions import InvalidResource, LockHeld
+from django_fencing.leases import Lease
+from django_fencing.names import checked, encoded
+from django_fencing.resources import ResourceLike
+
+
+class Call:
+    """A call of a plain function. Views and commands have their own kinds."""
+
+    def answered(self, locked: Callable[[], Any]) -> Any:
+        """Return what `locked` returns, and turn its errors into what the caller expects."""
+        return locked()
+
+    def run(self, body: Callable[[], Any], lease: Lease) -> Any:
+        """Run the body, whose lease is held."""
+        return body()
+
+    def skipped(self, held: LockHeld) -> Any:
+        """Return what stands for the result of a body that has not run."""
+        return None
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of `function` as it is called."""
+    if isinstance(function, functools.partial):
+        # method_decorator() makes its partial of the bound method look like the unbound one.
+        function = functools.partial(function.func, *function.args, **function.keywords)
+    # as_view() gives the view the attributes of `dispatch`, which may claim to wrap a method.
+    is_view = hasattr(function, "view_class") or hasattr(function, "cls")
+    return inspect.signature(function, follow_wrapped=not is_view)
+
+
+def takes_lease(signature: inspect.Signature) -> bool:
+    """Say whether the function asks for the lease, by a keyword-only parameter `lease`."""
+    lease = signature.parameters.get("lease")
+    return lease is not None and lease.kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def without_lease(signature: inspect.Signature) -> inspect.Signature:
+    """Return the signature that the function's callers see."""
+    if not takes_lease(signature):
+        return signature
+    parameters = [p for name, p in signature.parameters.items() if name != "lease"]
+    return signature.replace(parameters=parameters)
+
+
+def label_of(function: Any) -> str:
+    """Return what a lease says of who asked."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{function.__module__}.{name}"
+
+
+def resource_of_call(
+    resource: ResourceLike | Callable[..., ResourceLike], signature: inspect.Signature
+) -> Callable[..., ResourceLike]:
+    """Return what gives a call's resource from its arguments."""
+    if isinstance(resource, str):
+        return _Template(resource, without_lease(signature))
+    if isinstance(resource, tuple | models.Model):
+        return lambda *args, **kwargs: resource
+    if callable(resource):
+        return resource
+    raise TypeError(f"A resource is a text, a row, (Model, pk) or a callable, not {resource!r}.")
+
+
+class _Template:
+    """A name with parameters of the function in braces."""
+
+    def __init__(self, text: str, signature: inspect.Signature) -> None:
+        try:
+            self._pieces = list(string.Formatter().parse(text))
+        except ValueError as error:
+            raise InvalidResource(f"The name {text!r} is no template: {error}.") from error
+        self._text = text
+        self._signature = signature
+        for _, field, specification, conversion in self._pieces:
+            if field is None:
+                continue
+            if specification or conversion:
+                raise self._invalid(field, "which must stand alone, without a format")
+            self._refuse_unknown(field)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        call = self._signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        return "".join(
+            literal + ("" if field is None else _value_in_name(field, self._value(field, call)))
+            for literal, field, *_ in self._pieces
+        )
+
+    def _refuse_unknown(self, field: str) -> None:
+        kinds = {name: parameter.kind for name, parameter in self._signature.parameters.items()}
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        named = [name for name, kind in kinds.items() if kind not in variable]
+        takes_more = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        if field in named or (takes_more and field.isidentifier() and field not in kinds):
+            return
+        raise self._invalid(
+            field, f"which is no parameter of it: {', '.join(sorted(named)) or 'it has none'}"
+        )
+
+    def _value(self, field: str, call: inspect.BoundArguments) -> Any:
+        if field in call.arguments:
+            return call.arguments[field]
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD and field in call.arguments[name]:
+                return call.arguments[name][field]
+        raise self._invalid(field, "which this call was not given as a keyword")
+
+    def _invalid(self, field: str, fault: str) -> InvalidResource:
+        return InvalidResource(
+            f"The name {self._text!r} of the function's lock has the field {{{field}}}, {fault}. "
+            f"A callable may make any name of the arguments."
+        )
+
+
+def _value_in_name(parameter: str, given: Any) -> str:
+    value = given
+    if isinstance(value, models.Model):
+        value = None if value._state.adding else value.pk
+    if isinstance(value, date):
+        value = value.isoformat()
+    if not isinstance(value, str | int | UUID) or value == "":
+        raise InvalidResource(
+            f"The parameter {parameter!r} gives no name: it must be a text that is not empty, a "
+            f"whole number, a date, a UUID or a saved row, not {given!r}."
+        )
+    # A member of a text enumeration stands for its value.
+    text = "".join((value,)) if isinstance(value, str) else str(value)
+    return encoded(checked(text), readable="-._~")

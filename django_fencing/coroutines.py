@@ -1,0 +1,65 @@
+"""Run a coroutine function under a lock that a thread holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+from asgiref.sync import ThreadSensitiveContext, async_to_sync, iscoroutinefunction, sync_to_async
+from django.db import connections
+from django.views import View
+
+from django_fencing import flow
+from django_fencing.leases import Lease
+
+
+def is_deferred(function: Any) -> bool:
+    """Say whether calling `function` only makes a coroutine."""
+    called = getattr(function, "__call__", None)  # noqa: B004 - of a callable object
+    return iscoroutinefunction(function) or iscoroutinefunction(called)
+
+
+def dispatches_async(function: Any, args: tuple[Any, ...]) -> bool:
+    """Say whether this is the `dispatch` of a class-based view whose handlers are coroutines."""
+    name = getattr(function, "__name__", "")
+    owner = getattr(getattr(function, "func", None), "__self__", args[0] if args else None)
+    return name == "dispatch" and isinstance(owner, View) and owner.view_is_async
+
+
+def as_function(function: Callable[..., Any], lease: Lease) -> Callable[..., Any]:
+    """
+    Return `function` as one that a thread calls, and that returns when its coroutine ends.
+
+    The coroutine runs on the event loop, in a task of its own that holds the lease; what it
+    passes to sync_to_async() runs in the calling thread, inside of that one's transaction.
+    """
+
+    async def hold(*args: Any, **kwargs: Any) -> Any:
+        task = flow.current_flow()
+        flow.hold(lease)
+        try:
+            return await function(*args, **kwargs)
+        finally:
+            flow.let_go(lease, task)
+
+    return async_to_sync(hold)
+
+
+async def in_thread(call: Callable[[], Any]) -> Any:
+    """
+    Run `call` in the thread of this context (the request's, in Django), or in one of its own.
+
+    If the awaiting task is cancelled, so is the coroutine that as_function() has made callable,
+    and `call` ends before the cancellation goes on.
+    """
+    async with ThreadSensitiveContext():
+        return await sync_to_async(_leaving_no_connection)(call)
+
+
+def _leaving_no_connection(call: Callable[[], Any]) -> Any:
+    """Close the connections that `call` has opened: the thread may end without closing them."""
+    before = connections.all(initialized_only=True)
+    try:
+        return call()
+    finally:
+        for connection in connections.all(initialized_only=True):
+            if connection not in before:
+                connection.close()

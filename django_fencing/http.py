@@ -1,0 +1,175 @@
+"""What a view answers when its lock is held, its lease lost or the store away."""
+
+import math
+import random
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, cast
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, transaction
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.template import TemplateDoesNotExist
+from django.template.loader import render_to_string
+from django.utils.cache import patch_vary_headers
+
+from django_fencing.calls import Call
+from django_fencing.exceptions import FencingError, LeaseLost, LockHeld, StoreUnavailable
+from django_fencing.leases import Lease
+
+# The errors that have an answer; all others are faults of the code, as in any view.
+ANSWERED = (LockHeld, LeaseLost, StoreUnavailable)
+
+TEMPLATE = "django_fencing/conflict.html"
+
+# Seconds. Up to a quarter is added, so that those who are refused together do not come back
+# together, and at most a minute is said in all: most leases end before they run out.
+_LONGEST_RETRY = 48
+_RETRY_AFTER_OUTAGE = 5.0
+
+_HTML = "text/html"
+_PROBLEM = "application/problem+json"
+
+
+def request_of(argument: object) -> HttpRequest | None:
+    """Return the request that `argument` is, or that it wraps, as Django REST framework's do."""
+    if isinstance(argument, HttpRequest):
+        return argument
+    rest_framework = sys.modules.get("rest_framework.request")
+    if rest_framework and isinstance(argument, rest_framework.Request):
+        return cast("HttpRequest", argument._request)
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is said of an error: nothing of who holds the lock."""
+
+    status: int
+    title: str  # the phrase of the status, as RFC 9457 asks for where there is no type
+    code: str
+    detail: str
+    retry_after: int | None = None  # seconds
+
+
+def problem_of(error: FencingError) -> Problem:
+    """Return what a client is told of one of the ANSWERED errors."""
+    if isinstance(error, LockHeld):
+        return Problem(
+            status=409,
+            title="Conflict",
+            code="lock-held",
+            detail="Somebody else is working on this at the moment. Try again later.",
+            retry_after=_retry_after(error.retry_after or 1),
+        )
+    if isinstance(error, LeaseLost):
+        return Problem(
+            status=409,
+            title="Conflict",
+            code="stale-token",
+            detail="This took too long, and somebody else has taken over. Look at the present "
+            "state before you try again.",
+        )
+    return Problem(
+        status=503,
+        title="Service Unavailable",
+        code="store-unavailable",
+        detail="It cannot be told at the moment whether somebody else is working on this. "
+        "Try again later.",
+        retry_after=_retry_after(_RETRY_AFTER_OUTAGE),
+    )
+
+
+def answer(request: HttpRequest, error: FencingError) -> HttpResponse:
+    """
+    Return the response to one of the ANSWERED errors.
+
+    It is the template django_fencing/conflict.html where the client prefers HTML and the
+    template can be found, else a problem of RFC 9457.
+    """
+    problem = problem_of(error)
+    response = None
+    if request.get_preferred_type([_PROBLEM, "application/json", _HTML]) == _HTML:
+        response = _page(request, problem)
+    response = response or _document(problem)
+    if problem.retry_after is not None:
+        response["Retry-After"] = str(problem.retry_after)
+    patch_vary_headers(response, ["Accept"])
+    return response
+
+
+def _page(request: HttpRequest, problem: Problem) -> HttpResponse | None:
+    # Context processors may ask the very store that is away.
+    rendered_for = None if problem.status == 503 else request
+    try:
+        page = render_to_string(TEMPLATE, {"problem": problem}, rendered_for)
+    except (TemplateDoesNotExist, ImproperlyConfigured):
+        return None
+    return HttpResponse(page, status=problem.status)
+
+
+def _document(problem: Problem) -> HttpResponse:
+    said = ("title", "status", "detail", "code")
+    values = {"type": "about:blank", **{name: getattr(problem, name) for name in said}}
+    return JsonResponse(values, status=problem.status, content_type=_PROBLEM)
+
+
+def _retry_after(remaining: float) -> int:
+    least = min(math.ceil(remaining), _LONGEST_RETRY)
+    return least + random.randint(0, max(1, least // 4))  # noqa: S311 - jitter
+
+
+class OwnTransactions(set[str]):
+    """
+    The `_non_atomic_requests` of a decorated view: Django opens no transaction around it.
+
+    A transaction that is open before the lock would make its release come before the commit.
+    The view opens those of ATOMIC_REQUESTS itself, inside the lock. The members are the aliases
+    for which the project has said @transaction.non_atomic_requests.
+    """
+
+    def __contains__(self, alias: object) -> bool:
+        return True
+
+    def to_open(self, fenced: str) -> Iterable[str]:
+        """Return the aliases whose transaction Django would have opened, except `fenced`."""
+        for alias, options in connections.settings.items():
+            wanted = options["ATOMIC_REQUESTS"] and not super().__contains__(alias)
+            # Where the decorator sits deeper, Django has opened it already.
+            if wanted and alias != fenced and not connections[alias].in_atomic_block:
+                yield alias
+
+
+class ViewCall(Call):
+    """A call of a view."""
+
+    def __init__(self, request: HttpRequest, transactions: OwnTransactions) -> None:
+        self._request = request
+        self._transactions = transactions
+
+    def answered(self, locked: Callable[[], Any]) -> Any:
+        """Answer the ANSWERED errors, those of the body too."""
+        try:
+            return locked()
+        except ANSWERED as error:
+            return answer(self._request, error)
+
+    def run(self, body: Callable[[], Any], lease: Lease) -> Any:
+        """Run the body in the transactions of ATOMIC_REQUESTS, and keep the lease for a stream."""
+        alias = lease.place[0]
+        with ExitStack() as opened:
+            for other in self._transactions.to_open(alias):
+                opened.enter_context(transaction.atomic(using=other))
+            response = body()
+            # Django REST framework has made a response of an exception.
+            failed = getattr(response, "exception", False) is True
+            if failed and connections[alias].in_atomic_block:
+                transaction.set_rollback(True, using=alias)
+        if getattr(response, "streaming", False):
+            response._resource_closers.append(lease._keep())  # after those of what is streamed
+        return response
+
+    def skipped(self, held: LockHeld) -> HttpResponse:
+        return HttpResponse(status=204)
