@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from django.core.exceptions import ImproperlyConfigured
 
 from django_fencing import flow
-from django_fencing.exceptions import LeaseLost, LockHeld, StoreUnavailable
+from django_fencing.exceptions import LeaseLost, LockHeld, StaleToken, StoreUnavailable
 from django_fencing.fences import NotRegistered
 from django_fencing.grants import Grant, Holder, Refusal
 from django_fencing.leases import Lease
@@ -38,6 +38,7 @@ class Acquisition:
     ttl: float
     wait: float
     register: bool
+    seen: int | None
     lease: Lease | None = None  # once it is granted
     _doubtful: bool = False  # whether an attempt's outcome is unknown
     _contended: bool = False  # whether the lock was found held
@@ -119,6 +120,8 @@ class Acquisition:
         lease = self.lease = self._lease(answer, sent)
         try:
             settle(lease, rest)
+        except StaleToken:  # of what the caller has seen, not of this lease
+            raise
         except (NotRegistered, LeaseLost) as error:
             # A grant that is lost before the body begins is a refusal.
             self._doubtful = True
@@ -128,7 +131,13 @@ class Acquisition:
 
     def _lease(self, grant: Grant, sent: float) -> Lease:
         return Lease(
-            self.store, self.resource, self.holder, token=grant.token, ttl=self.ttl, sent=sent
+            self.store,
+            self.resource,
+            self.holder,
+            token=grant.token,
+            ttl=self.ttl,
+            sent=sent,
+            seen=self.seen,
         )
 
     def _register(self, lease: Lease, rest: float) -> None:

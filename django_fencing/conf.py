@@ -78,9 +78,7 @@ class Conf:
     @property
     def namespace(self) -> str:
         """The tenant, read at each acquire: a text without dots, or what a callable returns."""
-        value = self._read("NAMESPACE")
-        if callable(value) or (isinstance(value, str) and "." in value):
-            value = self._callable("NAMESPACE", value)()
+        value = self._namespace_of()()
         if not isinstance(value, str):
             raise ImproperlyConfigured(f"FENCING['NAMESPACE'] must give a text, not {value!r}.")
         return value
@@ -90,6 +88,12 @@ class Conf:
         """A callable that returns the redis-py client to use instead of the cache's."""
         value = self._read("CLIENT_FACTORY")
         return None if value is None else self._callable("CLIENT_FACTORY", value)
+
+    def _namespace_of(self) -> Callable[[], Any]:
+        value = self._read("NAMESPACE")
+        if callable(value) or (isinstance(value, str) and "." in value):
+            return self._callable("NAMESPACE", value)
+        return lambda: value
 
     def _read(self, key: str) -> Any:
         given = getattr(settings, "FENCING", _NOTHING)
@@ -131,3 +135,10 @@ def _refuse_unknown(given: Any) -> None:
 
 
 conf = Conf()
+
+
+def validate() -> None:
+    """Read every setting. A callable is not called: which tenant it is may not be known yet."""
+    conf._namespace_of()
+    for key in DEFAULTS.keys() - {"NAMESPACE"}:
+        getattr(conf, key.lower())

@@ -1,6 +1,7 @@
 """Frozen values: who asks, and what the store answers."""
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from uuid import UUID, uuid4
 
 # Tokens stay exact in Lua and in JSON, whose numbers are doubles (IEEE 754: 53 bits).
@@ -37,3 +38,17 @@ class Refusal:
 
     remaining: float | None = None  # seconds until the present lease ends; None: unknown
     held_by: str | None = None  # the present holder, for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """A lease as the store shows it to people. What cannot be read is empty."""
+
+    remaining: float | None  # seconds; None: it has no expiry, so this app has not written it
+    token: int | None = None
+    host: str = ""
+    pid: str = ""
+    function: str = ""
+    since: datetime | None = None
+    model: str = ""  # "app.model" of the row
+    pk: str = ""

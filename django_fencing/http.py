@@ -3,8 +3,8 @@
 import math
 import random
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -133,8 +133,15 @@ class OwnTransactions(set[str]):
     def __contains__(self, alias: object) -> bool:
         return True
 
-    def to_open(self, fenced: str) -> Iterable[str]:
-        """Return the aliases whose transaction Django would have opened, except `fenced`."""
+    @contextmanager
+    def opened(self, fenced: str = "") -> Iterator[None]:
+        """Open the transactions that Django would have opened, except that on `fenced`."""
+        with ExitStack() as opened:
+            for alias in self._to_open(fenced):
+                opened.enter_context(transaction.atomic(using=alias))
+            yield
+
+    def _to_open(self, fenced: str) -> Iterator[str]:
         for alias, options in connections.settings.items():
             wanted = options["ATOMIC_REQUESTS"] and not super().__contains__(alias)
             # Where the decorator sits deeper, Django has opened it already.
@@ -159,9 +166,7 @@ class ViewCall(Call):
     def run(self, body: Callable[[], Any], lease: Lease) -> Any:
         """Run the body in the transactions of ATOMIC_REQUESTS, and keep the lease for a stream."""
         alias = lease.place[0]
-        with ExitStack() as opened:
-            for other in self._transactions.to_open(alias):
-                opened.enter_context(transaction.atomic(using=other))
+        with self._transactions.opened(alias):
             response = body()
             # Django REST framework has made a response of an exception.
             failed = getattr(response, "exception", False) is True

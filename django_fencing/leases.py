@@ -53,6 +53,7 @@ class Lease:
         token: int,
         ttl: float,
         sent: float,
+        seen: int | None = None,
     ) -> None:
         self.holder = holder
         self.ttl = ttl
@@ -65,7 +66,7 @@ class Lease:
         self._kept = False  # by something that outlives its block
         self._released: bool | None = None
         self._releasing = threading.Lock()
-        self._registrar = Registrar(store, resource, holder, token)
+        self._registrar = Registrar(store, resource, holder, token, seen)
 
     def __repr__(self) -> str:
         return f"<Lease {self.resource!r} token={self.token} remaining={self.remaining:.3f}>"

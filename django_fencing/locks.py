@@ -76,6 +76,7 @@ class FencedLock:
     using: str | None = None
     register: bool = True
     function: str = ""  # who asks; found on the stack if empty
+    seen: int | None = None  # StaleToken if anybody has registered after this token
     _entered: list[tuple[object, Lease]] = field(default_factory=list, init=False, repr=False)
 
     def acquire(self) -> Lease:
@@ -97,6 +98,7 @@ class FencedLock:
             ttl=ttl,
             wait=wait,
             register=self.register,
+            seen=self.seen,
         )
 
     def __enter__(self) -> Lease:

@@ -139,6 +139,9 @@ class Fence(FencedResource):
 
     name = NameField(max_length=255, primary_key=True)
 
+    class Meta:
+        verbose_name_plural = "fence tokens"
+
     def __str__(self) -> str:
         return str(self.name)
 

@@ -3,7 +3,7 @@
 import hashlib
 import unicodedata
 from dataclasses import dataclass
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from django_fencing.exceptions import InvalidResource
 
@@ -53,6 +53,15 @@ def slug(name: str, namespace: str = "") -> str:
     return f"{whole[: _LONGEST - _DIGEST - 2]}%~{digest}"
 
 
+def read_slug(slug: str, namespace: str = "") -> str | None:
+    """Return the name that `slug` holds, "…" for what is cut off; None if another tenant has it."""
+    prefix = f"{encoded(checked(namespace))}|" if namespace else ""
+    if not slug.startswith(prefix) or "|" in slug.removeprefix(prefix):
+        return None
+    shown, cut, _ = slug.removeprefix(prefix).partition("%~")
+    return unquote(shown) + ("…" if cut else "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
     """The keys of one resource. They share the slot of one of 64 fixed tags of Redis Cluster."""
@@ -64,6 +73,11 @@ class Keys:
     def of(cls, prefix: str, member: str) -> "Keys":
         tag = int.from_bytes(hashlib.sha256(member.encode()).digest()[:4]) % _TAGS
         return cls(base=f"{prefix}:{{{tag}}}", member=member)
+
+    @classmethod
+    def every_tag(cls, prefix: str) -> "list[Keys]":
+        """Return keys of no member for each tag: what belongs to the tag can be told by them."""
+        return [cls(base=f"{prefix}:{{{tag}}}", member="") for tag in range(_TAGS)]
 
     @property
     def lease(self) -> str:

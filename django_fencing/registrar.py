@@ -25,11 +25,20 @@ class Registrar:
     The database's side of one lease: its token, whether it is registered, the row it found.
 
     The token is final once it is registered: until then a fence that is not below it makes
-    the store issue a higher one.
+    the store issue a higher one. With `seen` it registers only if nobody has done so after
+    that token, and raises StaleToken otherwise.
     """
 
-    def __init__(self, store: Store, resource: Resource, holder: Holder, token: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        resource: Resource,
+        holder: Holder,
+        token: int,
+        seen: int | None = None,
+    ) -> None:
         self.token = self._granted = token
+        self._seen = seen
         self.row: FencedResource | None = None
         self._store = store
         self._resource = resource
@@ -47,7 +56,7 @@ class Registrar:
         """
         for _ in range(_TRIES):
             row = fences.register(
-                self._resource, self._mine, granted=self._granted, patience=patience
+                self._resource, self._mine, granted=self._highest, patience=patience
             )
             if row is not None:
                 self.row, self._registered = row, True
@@ -88,6 +97,11 @@ class Registrar:
     def _mine(self) -> Registration:
         return Registration(self.token, self._holder.id)
 
+    @property
+    def _highest(self) -> int:
+        """The token that the fence has to be below."""
+        return self._granted if self._seen is None else min(self._granted, self._seen + 1)
+
     def _begin(self, fenced: ExitStack, lease: "Lease", patience: float) -> FencedResource | None:
         """Open the transaction; leave it again if the row is not to be had."""
         alias = self._resource.alias
@@ -105,7 +119,7 @@ class Registrar:
         if self._registered:
             return fences.check(self._resource, self._mine)
         row = fences.register_inside(
-            self._resource, self._mine, granted=self._granted, patience=patience
+            self._resource, self._mine, granted=self._highest, patience=patience
         )
         if row is not None:
             self._attempted, self._aborted = True, False
@@ -126,6 +140,8 @@ class Registrar:
     def _take_higher_token(self) -> None:
         """The fence is not below: the counter was lost, or another holder took over."""
         above = fences.reached(self._resource)
+        if self._seen is not None and above > self._seen:
+            raise fences.stale(self._resource, Registration(self._seen, None))
         answer = self._store.reissue(self._resource, self._holder, above=above)
         if isinstance(answer, Refusal):
             raise NotRegistered("its lease ran out, or another holder took over")

@@ -10,7 +10,7 @@ from django.db import models, router
 from django_fencing.conf import conf
 from django_fencing.exceptions import InvalidResource
 from django_fencing.models import Fence, FencedResource, fence_model, fence_pk, row_name
-from django_fencing.names import Keys, checked, slug
+from django_fencing.names import Keys, checked, read_slug, slug
 
 ResourceLike = str | models.Model | tuple[type[models.Model], Any]
 
@@ -55,9 +55,17 @@ def resolve(given: ResourceLike, using: str | None = None) -> Resource:
 def _named(given: str, using: str | None) -> Resource:
     name = checked(given)
     _refuse_row_name(name)
-    alias = using or conf.database
+    return _of_name(name, slug(name, conf.namespace), using or conf.database)
+
+
+def of_fence(fence: Fence) -> Resource:
+    """Return the resource of a name's fence in the database of the settings."""
+    name = read_slug(fence.name, conf.namespace) or fence.name
+    return _of_name(name, fence.name, conf.database)
+
+
+def _of_name(name: str, key: str, alias: str) -> Resource:
     kind = "name" if alias == conf.database else f"name@{alias}"
-    key = slug(name, conf.namespace)
     return Resource(
         name=name,
         keys=Keys.of(conf.prefix, f"{kind}:{key}"),

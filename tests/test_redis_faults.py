@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import redis
+from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 from redis import exceptions as errors
@@ -760,7 +761,6 @@ def test_a_cluster_will_do(name: str) -> None:
         ("django.core.cache.backends.dummy.DummyCache", {}),
         ("django.core.cache.backends.filebased.FileBasedCache", {}),
         ("django.core.cache.backends.db.DatabaseCache", {}),
-        ("django.core.cache.backends.redis.RedisCache", {}),
         ("django_redis.cache.RedisCache", {"CLIENT_CLASS": "django_redis.client.ShardClient"}),
     ],
 )
@@ -783,6 +783,18 @@ def test_a_cache_without_one_redis_is_refused(
 
     for way_out in ("django_redis.cache.RedisCache", "sentinel", "FENCING['CLIENT_FACTORY']"):
         assert way_out in str(caught.value)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_djangos_own_redis_cache_keeps_leases(
+    name: str, private_services: Services, private_redis: Any
+) -> None:
+    """Its client has no lock() and needs none. The database is the one that the cache names."""
+    backend = "django.core.cache.backends.redis.RedisCache"
+    cache = {"BACKEND": backend, "LOCATION": private_services.redis_url, "KEY_PREFIX": "x"}
+    with override_settings(CACHES={"default": cache}):
+        assert_the_whole_protocol(name, private_redis)
+        caches["default"]._cache.get_client().connection_pool.disconnect()
 
 
 def test_a_missing_cache_is_named(name: str) -> None:

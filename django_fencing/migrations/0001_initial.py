@@ -20,7 +20,7 @@ class Migration(migrations.Migration):
                 ('name', django_fencing.models.NameField(max_length=255, primary_key=True, serialize=False)),
             ],
             options={
-                'abstract': False,
+                'verbose_name_plural': 'fence tokens',
             },
         ),
     ]

@@ -2,12 +2,17 @@
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime
+from typing import NamedTuple
 
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
 from django_fencing.conf import conf
-from django_fencing.grants import Grant, Holder, Refusal
+from django_fencing.grants import Grant, Holder, LeaseRecord, Refusal
+from django_fencing.names import Keys
 from django_fencing.resources import Resource
 from django_fencing.signals import key_values, logger
 
@@ -51,9 +56,36 @@ class Store(ABC):
         late is refused, unless it will ask `again`.
         """
 
+    @abstractmethod
+    def inspect(self, seconds: float) -> AbstractContextManager["Inspector"]:
+        """Open a view of the leases whose every step gives up after so many seconds."""
+
     def describe(self) -> dict[str, object]:
-        """Return what the log shall say of the store at its first use in a process."""
+        """Return what the log says of the store at its first use in a process."""
         return {}
+
+
+class Listed(NamedTuple):
+    """A resource that is held, or whose lease has lapsed without a release."""
+
+    keys: Keys
+    ends: datetime  # by the store's clock
+
+
+class Inspector(ABC):
+    """Shows leases, and changes nothing. Each step is one round trip per server."""
+
+    @abstractmethod
+    def listed(self) -> list[Listed]:
+        """
+        Return what is held, and what has lapsed within about an hour, the latest end first.
+
+        Raise StoreUnavailable. Past 10,000 some are left out.
+        """
+
+    @abstractmethod
+    def look(self, keys: Sequence[Keys]) -> list[LeaseRecord | None]:
+        """Return the lease of each resource, None where there is none. Raise StoreUnavailable."""
 
 
 def get_store() -> Store:

@@ -1,26 +1,21 @@
-"""Leases in Redis or Valkey. The only module that knows django-redis and redis-py."""
+"""Leases in Redis or Valkey. With clients.py the only module that knows redis-py."""
 
 import functools
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
 import redis
-from django.core.cache import InvalidCacheBackendError, caches
-from django.core.exceptions import ImproperlyConfigured
-from django_redis.client import DefaultClient, ShardClient
-from redis.client import NEVER_DECODE
-from redis.exceptions import RedisClusterException
 
 from django_fencing.conf import conf
 from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import JUMP, TOKEN_LIMIT, Grant, Holder, Refusal
 from django_fencing.resources import Resource
+from django_fencing.stores import clients
 from django_fencing.stores.base import Store
-
-# Replies come as bytes whatever `decode_responses` the client has: a lease that another program
-# wrote need not be text.
-_RAW: dict[str, Any] = {NEVER_DECODE: []}
+from django_fencing.stores.inspection import RedisInspector
 
 # Of the hash that is a lease. A lease with another layout counts as held by unknown.
 _LAYOUT = "1"
@@ -32,7 +27,7 @@ _LONGEST_TEXT = 64
 
 class RedisStore(Store):
     """
-    Keeps leases in the Redis of the django-redis cache FENCING["CACHE"].
+    Keeps leases in the Redis of the cache FENCING["CACHE"], of django-redis or Django's own.
 
     It talks to the client below the cache: KEY_PREFIX, VERSION, the serializer and
     IGNORE_EXCEPTIONS play no part. Raise ImproperlyConfigured if the cache has no such client.
@@ -103,17 +98,29 @@ class RedisStore(Store):
         )
         return status == "freed"
 
+    @contextmanager
+    def inspect(self, seconds: float) -> Iterator[RedisInspector]:
+        with clients.impatient(seconds) as client:
+            yield RedisInspector(client)
+
+    def describe(self) -> dict[str, object]:
+        try:
+            server = clients.server(clients.client())
+        except clients.FAILURES as error:  # an ACL may forbid INFO
+            return {"alias": conf.cache, "server": f"unknown: {error}"}
+        return {"alias": conf.cache, "server": server.name, "version": server.version}
+
     def _run(self, name: str, resource: Resource, keys: list[str], args: list[Any]) -> list[str]:
         """Run a script by its digest; where the server has lost it, send it whole."""
         script, digest = _script(name)
         rest = (len(keys), *keys, *args)
         try:
-            client = _client()
+            client = clients.client()
             try:
-                reply = client.execute_command("EVALSHA", digest, *rest, **_RAW)
+                reply = client.execute_command("EVALSHA", digest, *rest, **clients.RAW)
             except redis.exceptions.NoScriptError:
-                reply = client.execute_command("EVAL", script, *rest, **_RAW)
-        except (redis.RedisError, RedisClusterException, OSError) as error:
+                reply = client.execute_command("EVAL", script, *rest, **clients.RAW)
+        except clients.FAILURES as error:
             raise StoreUnavailable(
                 f"Cannot {name} {resource.name!r}: {error}", resource=resource.name
             ) from error
@@ -130,25 +137,6 @@ class RedisStore(Store):
         raise StoreUnavailable(
             f"Cannot acquire {resource.name!r}: {reasons[status]}", resource=resource.name
         )
-
-
-def _client() -> Any:
-    if factory := conf.client_factory:
-        return factory()
-    try:
-        cache = caches[conf.cache]
-    except InvalidCacheBackendError as error:
-        raise ImproperlyConfigured(f"FENCING['CACHE'] is {conf.cache!r}: {error}") from error
-    client = getattr(cache, "client", None)
-    if not isinstance(client, DefaultClient) or isinstance(client, ShardClient):
-        kind = type(cache if client is None else client)
-        raise ImproperlyConfigured(
-            f"FENCING['CACHE'] is {conf.cache!r}, a {kind.__module__}.{kind.__qualname__}, in "
-            f"which no lock can be kept that excludes other processes. Name a cache with the "
-            f"BACKEND 'django_redis.cache.RedisCache' and its default, herd or sentinel client, "
-            f"or set FENCING['CLIENT_FACTORY']."
-        )
-    return client.get_client(write=True)
 
 
 @functools.cache

@@ -1,0 +1,182 @@
+"""What the page "Fence tokens" shows: leases of the store, fences of the database."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import repeat
+from typing import Any, cast
+
+from django.apps import apps
+from django.core.exceptions import ImproperlyConfigured, ValidationError
+from django.core.paginator import Page, Paginator
+from django.db import models, router
+from django.db.models import Q, QuerySet
+
+from django_fencing.conf import conf
+from django_fencing.exceptions import InvalidResource, StoreUnavailable
+from django_fencing.grants import LeaseRecord
+from django_fencing.models import Fence, FencedResource, fence_model
+from django_fencing.names import encoded, read_slug
+from django_fencing.resources import Resource, of_fence, resolve
+from django_fencing.stores.base import Listed, get_store
+
+PER_PAGE = 25
+
+# Seconds that each step waits for the store.
+_PATIENCE = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownLease:
+    """A lease that is held, or that lapsed at `ended` without a release."""
+
+    resource: str
+    row: tuple[type[models.Model], str] | None  # its model and primary key, if they are known
+    lease: LeaseRecord | None
+    ended: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownFence:
+    """A fence, and the lease that its resource has at the moment."""
+
+    resource: str
+    row: tuple[type[models.Model], str]
+    fence: FencedResource
+    lease: LeaseRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """One page. `outage` says why there are no leases on it, if the store cannot be asked."""
+
+    leases: list[ShownLease]
+    fences: list[ShownFence]
+    lease_page: Page[Any]  # where it is among all
+    fence_page: Page[Any]
+    outage: str
+
+
+def fenced_models() -> list[type[FencedResource]]:
+    """Return the models that define a fence, that of the names first."""
+    others = [
+        model
+        for model in apps.get_models()
+        if issubclass(model, FencedResource)
+        and model is not Fence
+        and not model._meta.proxy
+        and fence_model(model) is model
+    ]
+    return [Fence, *sorted(others, key=lambda model: model._meta.label)]
+
+
+def overview(
+    model: type[FencedResource], *, search: str = "", leases: str = "1", fences: str = "1"
+) -> Overview:
+    """
+    Return a page of the leases, and one of the fences of `model`, whose resources match `search`.
+
+    It takes two SQL statements, and two round trips to the store.
+    """
+    fence_page = Paginator(_fences(model, search), PER_PAGE).get_page(fences)
+    rows = list(fence_page.object_list)
+    resources = [_resource(row) for row in rows]
+    outage = ""
+    records: Iterator[LeaseRecord | None]
+    lease_page: Page[Any]
+    try:
+        with get_store().inspect(_PATIENCE) as inspector:
+            found = _listed(inspector.listed(), search)
+            lease_page = Paginator(found, PER_PAGE).get_page(leases)
+            known = [resource.keys for resource in resources if resource]
+            records = iter(
+                inspector.look([*(item.keys for _, item in lease_page.object_list), *known])
+            )
+    except (StoreUnavailable, ImproperlyConfigured) as error:
+        outage = str(error)
+        lease_page, records = Paginator([], PER_PAGE).get_page(1), repeat(None)
+    return Overview(
+        leases=[_shown_lease(name, item, next(records)) for name, item in lease_page.object_list],
+        fences=[
+            _shown_fence(row, resource, next(records) if resource else None)
+            for row, resource in zip(rows, resources, strict=True)
+        ],
+        lease_page=lease_page,
+        fence_page=fence_page,
+        outage=outage,
+    )
+
+
+def _listed(listed: Sequence[Listed], search: str) -> list[tuple[str, Listed]]:
+    """Return the resources of this tenant whose name matches, with their names."""
+    named = ((_name(item), item) for item in listed)
+    wanted = search.casefold()
+    return [(name, item) for name, item in named if name and wanted in name.casefold()]
+
+
+def _name(item: Listed) -> str | None:
+    _, _, slug = item.keys.member.partition(":")
+    return read_slug(slug, conf.namespace)
+
+
+def _shown_lease(name: str, item: Listed, record: LeaseRecord | None) -> ShownLease:
+    row = _row_of(record.model, record.pk) if record else _row_named(name, item)
+    ended = None if record else item.ends
+    return ShownLease(resource=name, row=row, lease=record, ended=ended)
+
+
+def _shown_fence(
+    row: FencedResource, resource: Resource | None, lease: LeaseRecord | None
+) -> ShownFence:
+    name = resource.name if resource else str(row)
+    return ShownFence(resource=name, row=(type(row), str(row.pk)), fence=row, lease=lease)
+
+
+def _row_named(name: str, item: Listed) -> tuple[type[models.Model], str] | None:
+    """Find the row in its default name: the lease that knew it is gone."""
+    if not item.keys.member.startswith("row:") or "@" in name or "…" in name:
+        return None
+    label, _, pk = name.partition(":")
+    return _row_of(label, pk)
+
+
+def _row_of(label: str, pk: str) -> tuple[type[models.Model], str] | None:
+    try:
+        return apps.get_model(label), pk
+    except (LookupError, ValueError):
+        return None
+
+
+def _resource(row: FencedResource) -> Resource | None:
+    try:
+        return of_fence(row) if isinstance(row, Fence) else resolve(row)
+    except InvalidResource:  # a composite primary key
+        return None
+
+
+def _fences(model: type[FencedResource], search: str) -> QuerySet[FencedResource]:
+    """Return the fences that anybody has registered at, past the model's managers."""
+    if model is Fence:
+        rows: QuerySet[Any] = QuerySet(Fence, using=conf.database)
+        prefix = f"{encoded(conf.namespace)}|" if conf.namespace else ""
+        rows = rows.filter(name__startswith=prefix) if prefix else rows.exclude(name__contains="|")
+        either = Q(name__icontains=search) | Q(name__icontains=encoded(search))
+        return rows.filter(either).order_by("name")
+    rows = QuerySet(model, using=router.db_for_read(model)).filter(last_fence_token__gt=0)
+    return _matching(rows, model, search).order_by("pk")
+
+
+def _matching(
+    rows: QuerySet[FencedResource], model: type[FencedResource], search: str
+) -> QuerySet[FencedResource]:
+    """Search by the primary key, with or without the model's name before it."""
+    if not search:
+        return rows
+    pk = search.removeprefix(f"{model._meta.label_lower}:")
+    key = cast("Any", model._meta.pk)
+    if isinstance(key, models.CharField | models.TextField):
+        return rows.filter(pk__icontains=pk)
+    try:
+        return rows.filter(pk=key.to_python(pk))
+    except (ValidationError, ValueError, TypeError):
+        return rows.none()

@@ -1,0 +1,159 @@
+"""Which redis-py client the settings name, and which server and database it talks to."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import redis
+from django.conf import settings
+from django.core.cache import InvalidCacheBackendError, caches
+from django.core.cache.backends.redis import RedisCache
+from django.core.exceptions import ImproperlyConfigured
+from django_redis.client import DefaultClient, ShardClient
+from redis.backoff import NoBackoff
+from redis.client import NEVER_DECODE
+from redis.exceptions import RedisClusterException
+from redis.retry import Retry
+
+from django_fencing.conf import conf
+
+# Replies come as bytes whatever `decode_responses` the client has: a value that another program
+# wrote need not be text.
+RAW: dict[str, Any] = {NEVER_DECODE: []}
+
+# All that a command may raise where the server cannot be asked.
+FAILURES = (redis.RedisError, RedisClusterException, OSError)
+
+
+class Server(NamedTuple):
+    """What a server says of itself; None where it does not."""
+
+    name: str  # "redis" or "valkey"
+    version: str
+    eviction: str | None  # maxmemory-policy
+    persists: bool | None
+
+
+def client() -> Any:
+    """Return the client whose server keeps the leases. Raise ImproperlyConfigured."""
+    if factory := conf.client_factory:
+        return factory()
+    try:
+        cache = caches[conf.cache]
+    except InvalidCacheBackendError as error:
+        raise ImproperlyConfigured(f"FENCING['CACHE'] is {conf.cache!r}: {error}") from error
+    found = _client_of(cache)
+    if found is None:
+        kind = type(getattr(cache, "client", cache))
+        raise ImproperlyConfigured(
+            f"FENCING['CACHE'] is {conf.cache!r}, a {kind.__module__}.{kind.__qualname__}, in "
+            f"which no lock can be kept that excludes other processes. Name a cache with the "
+            f"BACKEND 'django_redis.cache.RedisCache' and its default, herd or sentinel client, "
+            f"or Django's own '{RedisCache.__module__}.RedisCache', or set "
+            f"FENCING['CLIENT_FACTORY']."
+        )
+    return found
+
+
+@contextmanager
+def impatient(seconds: float) -> Iterator[Any]:
+    """
+    Yield a client of the leases' server that gives up after so many seconds.
+
+    It has a connection of its own for as long as the block lasts. A client of a cluster or of a
+    Sentinel is yielded as it is: it waits as its own options say.
+    """
+    given = client()
+    pool: Any = getattr(given, "connection_pool", None)
+    if type(pool) not in (redis.ConnectionPool, redis.BlockingConnectionPool):
+        yield given
+        return
+    options = {key: value for key, value in pool.connection_kwargs.items() if _addresses(key)}
+    options |= {"socket_timeout": seconds, "retry": Retry(NoBackoff(), 0)}
+    if "path" not in options:
+        options["socket_connect_timeout"] = seconds
+    own = redis.ConnectionPool(connection_class=pool.connection_class, **options)
+    try:
+        yield redis.Redis(connection_pool=own)
+    finally:
+        own.disconnect()
+
+
+def is_refusal(answer: object) -> bool:
+    """Say whether a pipeline's answer is an error other than that the key holds something else."""
+    return isinstance(answer, redis.RedisError) and "WRONGTYPE" not in str(answer)
+
+
+def sharing() -> list[str]:
+    """Return the other cache aliases whose clear() would flush the leases. Nothing is sent."""
+    if conf.client_factory:  # it may connect
+        return []
+    mine = _database_of(client())
+    others = [alias for alias in settings.CACHES if alias != conf.cache]
+    return [alias for alias in others if mine and _database_of(_client_of(caches[alias])) == mine]
+
+
+def closes_after_requests() -> bool:
+    """Say whether django-redis disconnects the leases' cache after each request."""
+    given = getattr(settings, "DJANGO_REDIS_CLOSE_CONNECTION", False)
+    cache: Any = settings.CACHES.get(conf.cache, {})
+    options = cache.get("OPTIONS", {})
+    return not conf.client_factory and bool(options.get("CLOSE_CONNECTION", given))
+
+
+def server(client: Any) -> Server:
+    """Return what the server says of itself. Raise one of the FAILURES if it cannot be asked."""
+    info = client.info()
+    valkey = info.get("valkey_version")
+    persists = None
+    if "aof_enabled" in info:
+        persists = bool(info["aof_enabled"]) or _saves(client)
+    return Server(
+        name="valkey" if valkey else "redis",
+        version=str(valkey or info.get("redis_version", "unknown")),
+        eviction=info.get("maxmemory_policy"),
+        persists=persists,
+    )
+
+
+def _saves(client: Any) -> bool | None:
+    """Say whether snapshots are taken, None where the server does not let one ask."""
+    try:
+        return bool(client.config_get("save").get("save"))
+    except redis.ResponseError:
+        return None
+
+
+def _client_of(cache: Any) -> Any:
+    """Return the client through which `cache` writes, None if it is no one Redis server."""
+    if isinstance(cache, RedisCache):
+        return cache._cache.get_client(write=True)
+    used = getattr(cache, "client", None)
+    if isinstance(used, DefaultClient) and not isinstance(used, ShardClient):
+        return used.get_client(write=True)
+    return None
+
+
+def _database_of(client: Any) -> tuple[Any, ...] | None:
+    """Return server and number of the database, None where that is not one database."""
+    pool = getattr(client, "connection_pool", None)
+    if pool is None:
+        return None
+    options = pool.connection_kwargs
+    host = options.get("host", "localhost")
+    address = "127.0.0.1" if host == "localhost" else host, options.get("port", 6379)
+    service = getattr(pool, "service_name", None)
+    return service or options.get("path") or address, options.get("db") or 0
+
+
+def _addresses(option: str) -> bool:
+    """Say whether this option of a connection tells where and as whom it connects."""
+    return option.startswith("ssl_") or option in (
+        "host",
+        "port",
+        "path",
+        "db",
+        "username",
+        "password",
+        "credential_provider",
+    )

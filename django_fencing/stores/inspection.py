@@ -1,0 +1,95 @@
+"""What the leases in Redis look like, for people: no KEYS, no SCAN, nothing is written."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from django_fencing.conf import conf
+from django_fencing.exceptions import StoreUnavailable
+from django_fencing.grants import LeaseRecord
+from django_fencing.names import Keys
+from django_fencing.stores import clients
+from django_fencing.stores.base import Inspector, Listed
+
+# Of each of the 64 tags, the latest to end first.
+_MOST_OF_A_TAG = 160
+
+_FIELDS = ("token", "host", "pid", "function", "acquired_at", "model", "pk")
+
+
+class RedisInspector(Inspector):
+    """Reads the sorted sets of held resources, and their leases, through one client."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def listed(self) -> list[Listed]:
+        tags = Keys.every_tag(conf.prefix)
+        latest = ("0", str(_MOST_OF_A_TAG - 1), "REV", "WITHSCORES")
+        found = self._ask([("ZRANGE", tag.held, *latest) for tag in tags])
+        listed = [
+            Listed(keys=replace(tag, member=_text(member)), ends=_moment(float(score)))
+            for tag, members in zip(tags, found, strict=True)
+            for member, score in _pairs(members)
+        ]
+        return sorted(listed, key=lambda lease: lease.ends, reverse=True)
+
+    def look(self, keys: Sequence[Keys]) -> list[LeaseRecord | None]:
+        commands = [
+            command
+            for key in keys
+            for command in (("PTTL", key.lease), ("HMGET", key.lease, *_FIELDS))
+        ]
+        answers = iter(self._ask(commands))
+        return [_record(ends, values) for ends, values in zip(answers, answers, strict=True)]
+
+    def _ask(self, commands: Sequence[tuple[str, ...]]) -> list[Any]:
+        """Send all at once. A value that is no lease gives an exception in its place."""
+        try:
+            pipeline = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command, **clients.RAW)
+            answers: list[Any] = pipeline.execute(raise_on_error=False) if commands else []
+        except clients.FAILURES as error:
+            raise StoreUnavailable(f"Cannot look at the leases: {error}") from error
+        refused = (answer for answer in answers if clients.is_refusal(answer))
+        if (refusal := next(refused, None)) is not None:
+            raise StoreUnavailable(f"Cannot look at the leases: {refusal}") from refusal
+        return answers
+
+
+def _pairs(members: Any) -> list[tuple[Any, Any]]:
+    """Return members with their scores, which come nested in RESP3."""
+    if isinstance(members, Exception):  # the key holds something else
+        return []
+    if members and isinstance(members[0], list | tuple):
+        return [(member, score) for member, score in members]
+    return list(zip(members[::2], members[1::2], strict=True))
+
+
+def _record(ends: int, values: Any) -> LeaseRecord | None:
+    if ends == -2:
+        return None
+    remaining = None if ends == -1 else ends / 1000
+    if isinstance(values, Exception):
+        return LeaseRecord(remaining=remaining)
+    token, host, pid, function, since, model, pk = map(_text, values)
+    return LeaseRecord(
+        remaining=remaining,
+        token=int(token) if token.isdigit() else None,
+        host=host,
+        pid=pid,
+        function=function,
+        since=_moment(int(since)) if since.isdigit() else None,
+        model=model,
+        pk=pk,
+    )
+
+
+def _moment(milliseconds: float) -> datetime:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
