@@ -19,9 +19,10 @@ def is_deferred(function: Any) -> bool:
 
 def dispatches_async(function: Any, args: tuple[Any, ...]) -> bool:
     """Say whether this is the `dispatch` of a class-based view whose handlers are coroutines."""
-    name = getattr(function, "__name__", "")
+    if getattr(function, "__name__", "") != "dispatch":
+        return False
     owner = getattr(getattr(function, "func", None), "__self__", args[0] if args else None)
-    return name == "dispatch" and isinstance(owner, View) and owner.view_is_async
+    return isinstance(owner, View) and owner.view_is_async
 
 
 def as_function(function: Callable[..., Any], lease: Lease) -> Callable[..., Any]:

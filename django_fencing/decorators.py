@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from asgiref.sync import markcoroutinefunction
 from django.core.management.base import BaseCommand
 
 from django_fencing import calls, coroutines
@@ -91,17 +90,11 @@ def with_fenced_lock(
             own_transactions=own_transactions,
         )
         deferred = coroutines.is_deferred(function)
-
-        @functools.wraps(function)
-        def fenced(*args: Any, **kwargs: Any) -> Any:
-            if deferred or coroutines.dispatches_async(function, args):
-                return coroutines.in_thread(lambda: work.run(args, kwargs, deferred=True))
-            return work.run(args, kwargs)
-
-        if deferred:
-            markcoroutinefunction(fenced)
-        fenced.__signature__ = calls.without_lease(signature)  # type: ignore[attr-defined]
-        fenced._non_atomic_requests = own_transactions  # type: ignore[attr-defined]
+        fenced: Any = _coroutine_function(work) if deferred else _function(work)
+        functools.update_wrapper(fenced, function)
+        if takes_lease:
+            fenced.__signature__ = calls.without_lease(signature)
+        fenced._non_atomic_requests = own_transactions
         return fenced
 
     return decorate
@@ -182,6 +175,22 @@ class _Work:
                 f"run after the lock is released."
             )
         return result
+
+
+def _function(work: _Work) -> Callable[..., Any]:
+    def fenced(*args: Any, **kwargs: Any) -> Any:
+        if coroutines.dispatches_async(work.function, args):
+            return coroutines.in_thread(lambda: work.run(args, kwargs, deferred=True))
+        return work.run(args, kwargs)
+
+    return fenced
+
+
+def _coroutine_function(work: _Work) -> Callable[..., Any]:
+    async def fenced(*args: Any, **kwargs: Any) -> Any:
+        return await coroutines.in_thread(lambda: work.run(args, kwargs, deferred=True))
+
+    return fenced
 
 
 def _refuse_undecoratable(function: Any) -> None:

@@ -1,5 +1,6 @@
 """What a store does for the protocol, and which store the settings name."""
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -102,7 +103,7 @@ def get_store() -> Store:
 def introduce(store: Store) -> None:
     """Log one line at the first use of this store in this process: which one it is."""
     key = (os.getpid(), type(store), conf.cache, conf.prefix)
-    if key not in _introduced:
+    if key not in _introduced and logger.isEnabledFor(logging.INFO):
         _introduced.add(key)
         kind = f"{type(store).__module__}.{type(store).__qualname__}"
         logger.info("%s", key_values("store_used", {"store": kind, **store.describe()}))

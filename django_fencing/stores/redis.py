@@ -104,11 +104,12 @@ class RedisStore(Store):
             yield RedisInspector(client)
 
     def describe(self) -> dict[str, object]:
+        found = {"client_factory": True} if conf.client_factory else {"alias": conf.cache}
         try:
             server = clients.server(clients.client())
         except clients.FAILURES as error:  # an ACL may forbid INFO
-            return {"alias": conf.cache, "server": f"unknown: {error}"}
-        return {"alias": conf.cache, "server": server.name, "version": server.version}
+            return {**found, "server": "unknown", "reason": error}
+        return {**found, "server": server.name, "version": server.version}
 
     def _run(self, name: str, resource: Resource, keys: list[str], args: list[Any]) -> list[str]:
         """Run a script by its digest; where the server has lost it, send it whole."""
