@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from django.core.management.base import BaseCommand
 
@@ -95,7 +95,7 @@ def with_fenced_lock(
         if takes_lease:
             fenced.__signature__ = calls.without_lease(signature)
         fenced._non_atomic_requests = own_transactions
-        return fenced
+        return cast("Callable[..., R]", fenced)
 
     return decorate
 

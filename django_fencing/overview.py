@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import repeat
 from typing import Any, cast
+from urllib.parse import unquote
 
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured, ValidationError
@@ -133,11 +134,14 @@ def _shown_fence(
 
 
 def _row_named(name: str, item: Listed) -> tuple[type[models.Model], str] | None:
-    """Find the row in its default name: the lease that knew it is gone."""
-    if not item.keys.member.startswith("row:") or "@" in name or "…" in name:
+    """Find the row by its default name: the lease that knew it is gone."""
+    kind, _, slug = item.keys.member.partition(":")
+    if kind == "name":
+        return Fence, slug
+    if kind != "row" or "@" in name or "…" in name:
         return None
     label, _, pk = name.partition(":")
-    return _row_of(label, pk)
+    return _row_of(label, unquote(pk))
 
 
 def _row_of(label: str, pk: str) -> tuple[type[models.Model], str] | None:
