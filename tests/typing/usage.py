@@ -6,10 +6,15 @@ from decimal import Decimal
 from typing import Any, assert_type
 from uuid import UUID
 
+from django.core.management.base import BaseCommand
+from django.http import HttpRequest, HttpResponse
+
+from django_fencing.admin import FencedResourceAdmin
 from django_fencing.decorators import with_fenced_lock
 from django_fencing.exceptions import LockHeld, StaleToken
 from django_fencing.leases import Lease, current_lease
 from django_fencing.locks import FencedLock, fenced_atomic, fenced_lock
+from django_fencing.signals import lease_lost
 from tests.shop.models import Job
 
 
@@ -49,9 +54,34 @@ def close(job: Job) -> str:
     return job.note
 
 
-def decorated(job: Job) -> None:
+@with_fenced_lock(lambda request, pk: (Job, pk), respond=False)
+def view(request: HttpRequest, pk: int) -> HttpResponse:
+    return HttpResponse(current_lease().row.note)
+
+
+@with_fenced_lock("export:{number}")
+async def export(number: int) -> str:
+    return str(number)
+
+
+class Command(BaseCommand):
+    @with_fenced_lock("publish")
+    def handle(self, **options: Any) -> None: ...
+
+
+class JobAdmin(FencedResourceAdmin):
+    list_display = ("amount", "last_fence_token")
+
+
+def note_loss(lease: Lease, reason: str, **kwargs: Any) -> None: ...
+
+
+async def decorated(job: Job, request: HttpRequest) -> None:
+    lease_lost.connect(note_loss, sender=Job)
     assert_type(charge(organization_id=7), int)
     assert_type(close(job), str)
+    assert_type(view(request, pk=7), HttpResponse)
+    assert_type(await export(7), str)
     with_fenced_lock("name", on_held="ignore")  # type: ignore[arg-type]
 
 
