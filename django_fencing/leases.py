@@ -145,7 +145,7 @@ class Lease:
                 token_refused.announce(self._resource, line, lease=self, error=error)
                 raise
             except NotRegistered as error:
-                self._released = self._give_back()
+                self._released = self._store.release(self._resource, self.holder)
                 raise self._lose(f"it could not be registered: {error}") from error
             yield row
 
@@ -191,12 +191,13 @@ class Lease:
             self._resource.alias, "release", self.resource, "do so after it has ended."
         )
         with self._releasing:
-            if self._released is None:
-                self._released = self._give_back()
-                if not self._released:
-                    self._note_loss("it ended before its release; what was committed stands")
+            first = self._released is None
+            if first:
+                self._released = self._store.release(self._resource, self.holder)
         flow.let_go(self, self._flow)
-        return self._released
+        if first:
+            self._tell_end()
+        return bool(self._released)
 
     def _leave(self, error: BaseException | None) -> None:
         """
@@ -247,11 +248,11 @@ class Lease:
         """Return how many seconds registering may wait for the row, if `wait` are left."""
         return min(self.ttl, max(wait, _PATIENCE))
 
-    def _give_back(self) -> bool:
-        freed = self._store.release(self._resource, self.holder)
-        if freed:
+    def _tell_end(self) -> None:
+        if self._released:
             lease_released.announce(self._resource, {"token": self.token}, lease=self)
-        return freed
+        else:
+            self._note_loss("it ended before its release; what was committed stands")
 
     def _refuse_released(self) -> None:
         if self._released is not None:

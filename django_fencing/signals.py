@@ -5,13 +5,11 @@ import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from django.db import DatabaseError, connections, transaction
 from django.dispatch import Signal
 
-if TYPE_CHECKING:
-    from django_fencing.resources import Resource
+from django_fencing.resources import Resource
 
 logger = logging.getLogger("django_fencing")
 
@@ -32,7 +30,7 @@ class LeaseSignal(Signal):
         self.name = name
         self.level = level
 
-    def announce(self, resource: "Resource", line: Mapping[str, object], **values: object) -> None:
+    def announce(self, resource: Resource, line: Mapping[str, object], **values: object) -> None:
         """Log `line`, and send `values` to the receivers."""
         if logger.isEnabledFor(self.level):
             line = {"resource": resource.name, **line}
