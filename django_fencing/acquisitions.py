@@ -1,8 +1,10 @@
 """Acquire a resource: propose in the store, register in the database, confirm in the store."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 
@@ -68,7 +70,7 @@ class Acquisition:
                 try:
                     lease._open(fenced, rest)
                 except (NotRegistered, LeaseLost) as error:
-                    lease._note_loss(f"it could not be registered: {error}")
+                    lease._note_loss(f"it could not be registered: {error}", logging.INFO)
                     raise
 
             lease = self._acquire(settle)
@@ -162,7 +164,7 @@ class Acquisition:
         error = self._refused(f"is held by {held_by}", refusal)
         if not self._contended:
             self._contended = True
-            known = {"held_by": error.held_by, "retry_after": error.retry_after}
+            known: dict[str, Any] = {"held_by": error.held_by, "retry_after": error.retry_after}
             lock_contended.announce(
                 self.resource, {**known, "by": self.holder}, holder=self.holder, **known
             )

@@ -1,5 +1,6 @@
 """A lease: one time-limited grant, and what its holder may do with it."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -259,19 +260,19 @@ class Lease:
             raise self._over("it was released")
 
     def _lose(self, reason: str) -> LeaseLost:
-        self._note_loss(reason)
+        self._note_loss(reason, logging.INFO)
         return self._over(reason)
 
-    def _note_loss(self, reason: str) -> None:
+    def _note_loss(self, reason: str, level: int | None = None) -> None:
         self._lost = True
-        self._tell_loss(reason)
+        self._tell_loss(reason, level)
 
-    def _tell_loss(self, reason: str) -> None:
+    def _tell_loss(self, reason: str, level: int | None = None) -> None:
         """Announce, once, that the lease has ended other than by its release, or will."""
         if not self._told:
             self._told = True
             line = {"token": self.token, "reason": reason}
-            lease_lost.announce(self._resource, line, lease=self, reason=reason)
+            lease_lost.announce(self._resource, line, level, lease=self, reason=reason)
 
     def _over(self, reason: str) -> LeaseLost:
         return LeaseLost(

@@ -30,11 +30,18 @@ class LeaseSignal(Signal):
         self.name = name
         self.level = level
 
-    def announce(self, resource: Resource, line: Mapping[str, object], **values: object) -> None:
-        """Log `line`, and send `values` to the receivers."""
-        if logger.isEnabledFor(self.level):
+    def announce(
+        self,
+        resource: Resource,
+        line: Mapping[str, object],
+        level: int | None = None,
+        **values: object,
+    ) -> None:
+        """Log `line`, at the signal's level if None, and send `values` to the receivers."""
+        level = self.level if level is None else level
+        if logger.isEnabledFor(level):
             line = {"resource": resource.name, **line}
-            logger.log(self.level, "%s", key_values(self.name, line))
+            logger.log(level, "%s", key_values(self.name, line))
         if not self.has_listeners(resource.row_model):
             return
         values = {"resource": resource.name, **values}
@@ -60,11 +67,12 @@ lease_extended = LeaseSignal("lease_extended", logging.DEBUG)
 lease_released = LeaseSignal("lease_released", logging.INFO)
 
 # lease, reason: it is found out that the lease has ended other than by its own release, or that
-# it cannot be given back. Once for each lease, and not after token_refused.
+# it cannot be given back. Once for each lease, and not after token_refused. Its line is an INFO
+# where an error is raised that says the same.
 lease_lost = LeaseSignal("lease_lost", logging.WARNING)
 
 # lease, error: the StaleToken by which the database has refused a fenced transaction
-token_refused = LeaseSignal("token_refused", logging.WARNING)
+token_refused = LeaseSignal("token_refused", logging.INFO)
 
 
 def key_values(event: str, values: Mapping[str, object]) -> str:

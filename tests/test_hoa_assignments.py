@@ -8,6 +8,7 @@ from io import StringIO
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 from django.core.management import CommandError, call_command
 from django.db import transaction
 from django.utils import timezone
@@ -184,6 +185,22 @@ def test_seeding_twice_makes_nothing_new(transactional_db: None) -> None:
     assert sorted(Organization.objects.values_list("name", flat=True)) == sorted(ORGANIZATIONS)
     assert Vendor.objects.count() == len(VENDORS)
     assert VendorContract.objects.count() == len(VENDORS) * len(ORGANIZATIONS)
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_seeding_makes_a_login_only_with_debug(
+    transactional_db: None, settings: Any, debug: bool
+) -> None:
+    """Everyone knows its password. A user who is there already keeps theirs."""
+    settings.DEBUG = debug
+
+    written = output_of("seed")
+    User.objects.filter(username="manager").update(**{"password": "changed"})
+    output_of("seed")
+
+    assert ("user manager, password manager" in written) is debug
+    passwords = User.objects.values_list("username", "password")
+    assert list(passwords) == [("manager", "changed")] * debug
 
 
 def race(assign: Assign, organization: Organization) -> list[Complaint]:

@@ -10,9 +10,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from config.settings import seconds_from
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
+from django.db import DatabaseError
 from hoa.charges import Outcome, generate_monthly_charges, lock_name
-from hoa.commands import one_line_errors
 from hoa.demo.guards import VARIANTS
 from hoa.meters import MeterService, MetersUnavailable, read_meters, reading
 from hoa.models import Charge, MonthlyChargeRun, Organization
@@ -77,7 +79,6 @@ def test_the_run_keeps_the_token_of_its_lease(
     run = generate_monthly_charges(organization, MONTH).run
 
     with fenced_lock(lock_name(organization)) as lease:
-        assert run is not None
         assert run.token == lease.token - 1
 
 
@@ -94,10 +95,10 @@ def test_a_month_is_charged_once_and_its_run_is_returned(
     assert organization.runs.count() == 2
 
 
-def test_a_held_lock_is_no_error_and_nothing_is_written(
+def test_a_held_lock_is_refused_and_nothing_is_written(
     organization: Organization, held_meters: MeterService
 ) -> None:
-    """A replica that comes while another asks the meters goes home; the other one charges."""
+    """A replica that comes while another asks the meters is told so; the other one charges."""
 
     def charge() -> Any:
         return generate_monthly_charges(organization, MONTH)
@@ -108,7 +109,8 @@ def test_a_held_lock_is_no_error_and_nothing_is_written(
         runs_meanwhile = organization.runs.count()
         held_meters.let_go(1)
 
-    assert (second.outcome, second.run) == (Outcome.HELD, None)
+    assert isinstance(second, LockHeld)
+    assert second.resource == lock_name(organization)
     assert runs_meanwhile == 0
     assert first.result().outcome is Outcome.CHARGED
 
@@ -196,15 +198,18 @@ def test_the_command_says_in_one_line_what_it_came_to(
 ) -> None:
     """Charged, nothing to do, charged already: all of them are a success."""
     arguments = ("generate_monthly_charges", organization.pk, "2026-11")
-    with in_background(lambda: output_of(*arguments, "--ttl=20")) as charging:
+    errors = StringIO()
+    with in_background(lambda: output_of(*arguments)) as charging:
         held_meters.arrived(1)
-        [held] = in_threads(lambda: output_of(*arguments))
+        [held] = in_threads(lambda: output_of(*arguments, stderr=errors))
         held_meters.let_go(1)
     again = output_of(*arguments)
 
     run = organization.runs.get()
     assert charging.result() == f"{run} is charged: {run.total} in all, token {run.token}.\n"
-    assert held == f"Another replica is charging {organization}: nothing to do.\n"
+    assert held == ""
+    [skipped] = errors.getvalue().splitlines()
+    assert skipped.startswith(f"Skipped: '{lock_name(organization)}' is held by ")
     assert again == f"{run} was charged already: {run.total} in all.\n"
 
 
@@ -228,16 +233,35 @@ def test_the_command_refuses_what_it_cannot_charge(
         (StaleToken("stale"), 76),
         (StoreUnavailable("refused:\nconnection refused"), 69),
         (MetersUnavailable("off"), 1),
-        (ValueError("ttl must be at least 0.001"), 1),
+        (DatabaseError("connection lost\nat once"), 1),
     ],
 )
-def test_an_error_is_one_line_and_a_return_code(error: Exception, code: int) -> None:
-    """So that cron and scripts can tell them apart."""
-    with pytest.raises(CommandError) as caught, one_line_errors():
-        raise error
+def test_an_error_is_one_line_and_a_return_code(
+    organization: Organization, error: Exception, code: int
+) -> None:
+    """So that cron and scripts can tell them apart. To be held later than at first is no skip."""
+    command = "hoa.management.commands.generate_monthly_charges"
+    with (
+        mock.patch(f"{command}.charge_month", side_effect=error),
+        pytest.raises(CommandError) as caught,
+    ):
+        output_of("generate_monthly_charges", organization.pk, "2026-11")
 
     assert caught.value.returncode == code
     assert str(caught.value) == str(error).replace("\n", " ")
+
+
+def test_the_length_of_a_lease_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment may say it; anything else is an error that names the variable."""
+    lengths = []
+    for value in ("", "4.5"):
+        monkeypatch.setenv("FENCING_TTL", value)
+        lengths.append(seconds_from("FENCING_TTL", 30))
+    monkeypatch.setenv("FENCING_TTL", "soon")
+
+    assert lengths == [30, 4.5]
+    with pytest.raises(ImproperlyConfigured, match="FENCING_TTL must be a number of seconds"):
+        seconds_from("FENCING_TTL", 30)
 
 
 def overtaken(
@@ -282,7 +306,7 @@ def times_charged(organization: Organization) -> int:
     return runs
 
 
-def output_of(*command: Any) -> str:
+def output_of(*command: Any, **options: Any) -> str:
     written = StringIO()
-    call_command(*command, stdout=written)
+    call_command(*command, stdout=written, **options)
     return written.getvalue()

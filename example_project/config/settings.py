@@ -16,6 +16,13 @@ def url_of_server(variable: str) -> str:
     )
 
 
+def seconds_from(variable: str, default: float) -> float:
+    try:
+        return float(os.environ.get(variable) or default)
+    except ValueError as error:
+        raise ImproperlyConfigured(f"{variable} must be a number of seconds: {error}.") from error
+
+
 BASE_DIR = Path(__file__).resolve().parent.parent
 
 DATABASES = {"default": dj_database_url.parse(url_of_server("DATABASE_URL"))}
@@ -29,7 +36,7 @@ CACHES = {
 
 FENCING = {
     # Longer than a usual run: asking the meters takes 10 seconds at most.
-    "TTL": 30,
+    "TTL": seconds_from("FENCING_TTL", 30),
     # Databases that share one Redis need a namespace each, because their rows have the same keys.
     "NAMESPACE": os.environ.get("FENCING_NAMESPACE", ""),
 }
@@ -41,12 +48,17 @@ SECRET_KEY = "not a secret: this project never leaves your machine"  # noqa: S10
 DEBUG = True
 ALLOWED_HOSTS = ["localhost", "127.0.0.1"]
 ROOT_URLCONF = "config.urls"
+WSGI_APPLICATION = "config.wsgi.application"
+LOGIN_URL = "login"
+LOGIN_REDIRECT_URL = "start"
+LOGOUT_REDIRECT_URL = "login"
 STATIC_URL = "static/"
 USE_TZ = True
 TIME_ZONE = "UTC"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 INSTALLED_APPS = [
+    "hoa",  # before django_fencing, because its conflict.html extends the package's
     "django.contrib.admin",
     "django.contrib.auth",
     "django.contrib.contenttypes",
@@ -54,7 +66,6 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.staticfiles",
     "django_fencing",
-    "hoa",
 ]
 
 MIDDLEWARE = [
@@ -63,6 +74,7 @@ MIDDLEWARE = [
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
+    "django_fencing.middleware.FencingMiddleware",
 ]
 
 TEMPLATES = [

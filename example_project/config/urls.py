@@ -1,10 +1,12 @@
-"""The admin is all there is to see."""
+"""The pages and the JSON endpoints, login and logout, and the admin."""
 
 from django.contrib import admin
-from django.urls import path
-from django.views.generic import RedirectView
+from django.contrib.auth.views import LoginView, LogoutView
+from django.urls import include, path
 
 urlpatterns = [
-    path("", RedirectView.as_view(pattern_name="admin:index")),
+    path("", include("hoa.urls")),
+    path("login/", LoginView.as_view(), name="login"),
+    path("logout/", LogoutView.as_view(), name="logout"),
     path("admin/", admin.site.urls),
 ]

@@ -1,7 +1,8 @@
-"""Everything can be looked at; the fence and its tokens cannot be edited."""
+"""Everything can be looked at. A complaint is saved under its lock, as the views do."""
 
 from django.contrib import admin
 
+from django_fencing.admin import FencedResourceAdmin
 from hoa.models import (
     Charge,
     Complaint,
@@ -33,9 +34,8 @@ class ChargeAdmin(admin.ModelAdmin):
 
 
 @admin.register(Complaint)
-class ComplaintAdmin(admin.ModelAdmin):
+class ComplaintAdmin(FencedResourceAdmin):
     list_display = ("id", "organization", "text", "status", "last_fence_token")
-    readonly_fields = ("last_fence_token", "last_fence_holder")
 
 
 @admin.register(VendorAssignment)

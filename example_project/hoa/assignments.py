@@ -1,9 +1,10 @@
 """Assign a vendor to a complaint: one fenced transaction."""
 
+from django.db.models import QuerySet
 from django.utils import timezone
 
 from django_fencing.locks import fenced_atomic
-from hoa.models import Complaint, Vendor, VendorAssignment
+from hoa.models import Complaint, Organization, Vendor, VendorAssignment
 
 
 class AssignmentRefused(Exception):
@@ -27,13 +28,18 @@ def place_assignment(complaint: Complaint, vendor: Vendor) -> VendorAssignment:
         raise AssignmentRefused(
             f"Complaint {complaint.pk} is already assigned to {assignment.vendor}."
         )
-    today = timezone.localdate()
-    contracts = complaint.organization.contracts.filter(vendor=vendor)
-    if not contracts.filter(starts_on__lte=today, ends_on__gte=today).exists():
+    if not contracted_vendors(complaint.organization).filter(pk=vendor.pk).exists():
         raise AssignmentRefused(
-            f"{vendor} has no contract with {complaint.organization} today, {today}."
+            f"{vendor} has no contract with {complaint.organization} today, {timezone.localdate()}."
         )
     assignment = complaint.assignments.create(vendor=vendor, token=complaint.last_fence_token)
     complaint.status = Complaint.Status.ASSIGNED
     complaint.save()
     return assignment
+
+
+def contracted_vendors(organization: Organization) -> QuerySet[Vendor]:
+    """Return the vendors that have a contract with the organization today."""
+    today = timezone.localdate()
+    contracts = organization.contracts.filter(starts_on__lte=today, ends_on__gte=today)
+    return Vendor.objects.filter(contracts__in=contracts).distinct().order_by("name")

@@ -3,20 +3,22 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import date
 from decimal import Decimal
 from enum import StrEnum
 
 from django.db.models import F
 
-from django_fencing.exceptions import LockHeld
+from django_fencing.decorators import with_fenced_lock
 from django_fencing.leases import Lease
-from django_fencing.locks import fenced_lock
 from hoa.meters import read_meters
 from hoa.models import Charge, MonthlyChargeRun, Organization, Unit
 
 logger = logging.getLogger(__name__)
 _DETAILS = "organization=%(organization)d month=%(month)s token=%(token)d"
+
+# There may be no run yet, so there is no row to lock.
+LOCK = "monthly-charges:{organization}"
 
 WATER_PRICE = Decimal("2.50")  # per cubic metre
 
@@ -24,41 +26,35 @@ WATER_PRICE = Decimal("2.50")  # per cubic metre
 class Outcome(StrEnum):
     CHARGED = "charged"
     ALREADY_RUN = "already run"
-    HELD = "held"  # by another replica, which is about to charge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a call came to, and the run that the month has; None if another is at work."""
+    """What a call came to, and the run that the month has."""
 
     outcome: Outcome
-    run: MonthlyChargeRun | None = None
+    run: MonthlyChargeRun
 
 
-def generate_monthly_charges(
-    organization: Organization, month: date, *, ttl: float | timedelta | None = None
-) -> Result:
+@with_fenced_lock(LOCK)
+def generate_monthly_charges(organization: Organization, month: date, *, lease: Lease) -> Result:
     """
-    Charge each unit for the month of that day, unless it is done already or being done.
+    Charge each unit for the month of that day, unless it is done already.
 
-    Any number of replicas may call this at any time. `ttl` is in seconds, None means the
-    setting. Raise StaleToken if another replica took over while this one stood still,
-    MetersUnavailable, and what fenced_lock() raises; then nothing has been written.
+    Any number of replicas may call this at any time. Raise LockHeld if another one is charging,
+    StaleToken if another one took over while this one stood still, MetersUnavailable, and what
+    fenced_lock() raises; then nothing has been written.
     """
-    try:
-        with fenced_lock(lock_name(organization), ttl=ttl, wait=0) as lease:
-            return charge_month(organization, month, lease)
-    except LockHeld:
-        return Result(outcome=Outcome.HELD)
+    return charge_month(organization, month, lease)
 
 
 def lock_name(organization: Organization) -> str:
-    """Name the lock: there may be no run yet, so there is no row to lock."""
-    return f"monthly-charges:{organization.pk}"
+    """Return the name that LOCK gives for the organization."""
+    return LOCK.format(organization=organization.pk)
 
 
 def charge_month(organization: Organization, month: date, lease: Lease) -> Result:
-    """Charge under a lease that has registered, as fenced_lock() sees to."""
+    """Charge under a lease that has registered, as with_fenced_lock() sees to."""
     month = month.replace(day=1)
     # One check is enough: since the lease registered, an older holder cannot commit, and as soon
     # as a newer one registers, the fenced transaction below is refused.

@@ -1,4 +1,4 @@
-"""How the commands end: each error is one line and a return code of its own."""
+"""How the commands end where no lock is concerned: each error is one line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,25 +7,17 @@ from typing import Any
 from django.core.management.base import CommandError
 from django.db import DatabaseError
 
-from django_fencing.exceptions import FencingError, LeaseLost, LockHeld, StoreUnavailable
 from hoa.assignments import AssignmentRefused
 from hoa.meters import MetersUnavailable
-
-# From sysexits.h: try again later; a protocol was broken; a service is unavailable.
-RETURN_CODES = {LockHeld: 75, LeaseLost: 76, StoreUnavailable: 69}
-
-_ERRORS = (FencingError, AssignmentRefused, MetersUnavailable, DatabaseError, ValueError)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Raise CommandError, with its return code, for whatever the work may raise."""
+    """Raise CommandError for the errors of the work that with_fenced_lock() lets through."""
     try:
         yield
-    except _ERRORS as error:
-        codes = (code for kind, code in RETURN_CODES.items() if isinstance(error, kind))
-        line = " ".join(str(error).split())
-        raise CommandError(line, returncode=next(codes, 1)) from error
+    except (AssignmentRefused, MetersUnavailable, DatabaseError) as error:
+        raise CommandError(" ".join(str(error).split())) from error
 
 
 def find(model: Any, pk: int) -> Any:

@@ -1,7 +1,9 @@
-"""Made-up organizations and vendors."""
+"""Made-up organizations and vendors, and a login."""
 
 from datetime import date
 from decimal import Decimal
+
+from django.contrib.auth.models import User
 
 from hoa.models import Complaint, Organization, Vendor, VendorContract
 
@@ -39,3 +41,10 @@ def sample_complaint(organization: Organization, text: str) -> Complaint:
     """Return the complaint, made unless it is there."""
     complaint, _ = Complaint.objects.get_or_create(organization=organization, text=text)
     return complaint
+
+
+def sample_user(name: str) -> User:
+    """Return the user, made with the name for a password unless it is there."""
+    return User.objects.filter(username=name).first() or User.objects.create_user(
+        name, password=name
+    )

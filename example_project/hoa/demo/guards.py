@@ -12,9 +12,10 @@ from django.db import transaction
 from django_redis import get_redis_connection
 
 from django_fencing.leases import Lease
+from django_fencing.locks import fenced_lock
 from django_fencing.models import Fence
 from django_fencing.resources import resolve
-from hoa.charges import Result, charge_month, generate_monthly_charges, lock_name
+from hoa.charges import Result, charge_month, lock_name
 from hoa.models import LastWrittenToken, Organization
 
 
@@ -53,6 +54,12 @@ def charge_with_textbook_token(organization: Organization, month: date, *, ttl: 
 
         unsafe = UnsafeLease(token=token, atomic=compare_and_write)
         return charge_month(organization, month, cast("Lease", unsafe))
+
+
+def charge_with_fence(organization: Organization, month: date, *, ttl: float) -> Result:
+    """Do as generate_monthly_charges() does, with a lease of this length."""
+    with fenced_lock(lock_name(organization), ttl=ttl) as lease:
+        return charge_month(organization, month, lease)
 
 
 def unsafe_name(organization: Organization) -> str:
@@ -102,7 +109,7 @@ VARIANTS = {
     ),
     "fenced": Variant(
         title="django_fencing",
-        charge=generate_monthly_charges,
+        charge=charge_with_fence,
         lock_key=lambda organization: resolve(lock_name(organization)).keys.lease,
         runs=1,
         endings={"A": "StaleToken", "B": "charged"},

@@ -6,7 +6,9 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
 
-from hoa.charges import Outcome, generate_monthly_charges
+from django_fencing.decorators import with_fenced_lock
+from django_fencing.leases import Lease
+from hoa.charges import Outcome, charge_month, lock_name
 from hoa.commands import find, one_line_errors
 from hoa.models import Organization
 
@@ -18,23 +20,26 @@ def month(text: str) -> date:
         raise ArgumentTypeError(f"a month looks like 2026-11, not like {text!r}") from error
 
 
+def charges_of(options: dict[str, Any]) -> str:
+    """Return the lock's name. An organization that does not exist leaves no fence behind."""
+    return lock_name(find(Organization, options["organization"]))
+
+
 class Command(BaseCommand):
     help = "Charge the units of an organization for a month, unless that is done already."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("organization", type=int, help="Its primary key.")
         parser.add_argument("month", type=month, help="As in 2026-11.")
-        parser.add_argument("--ttl", type=float, help="Seconds that the lease lasts.")
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        with one_line_errors():
-            organization = find(Organization, options["organization"])
-            result = generate_monthly_charges(organization, options["month"], ttl=options["ttl"])
-        if result.run is None:
-            self.stdout.write(f"Another replica is charging {organization}: nothing to do.")
-        elif result.outcome is Outcome.ALREADY_RUN:
-            self.stdout.write(f"{result.run} was charged already: {result.run.total} in all.")
+    # For cron on every replica: where another one is charging, there is nothing to do.
+    @one_line_errors()
+    @with_fenced_lock(lambda command, *args, **options: charges_of(options), on_held="skip")
+    def handle(self, *args: Any, lease: Lease, **options: Any) -> None:
+        organization = find(Organization, options["organization"])
+        result = charge_month(organization, options["month"], lease)
+        run = result.run
+        if result.outcome is Outcome.ALREADY_RUN:
+            self.stdout.write(f"{run} was charged already: {run.total} in all.")
         else:
-            self.stdout.write(
-                f"{result.run} is charged: {result.run.total} in all, token {result.run.token}."
-            )
+            self.stdout.write(f"{run} is charged: {run.total} in all, token {run.token}.")

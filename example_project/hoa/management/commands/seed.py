@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from django.conf import settings
 from django.core.management.base import BaseCommand
 
 from hoa import samples
@@ -9,7 +10,10 @@ from hoa.commands import one_line_errors
 
 
 class Command(BaseCommand):
-    help = "Make the sample organizations, vendors and complaints, as far as they are missing."
+    help = (
+        "Make the sample organizations, vendors and complaints, as far as they are missing, and "
+        "with DEBUG a login as well."
+    )
 
     def handle(self, *args: Any, **options: Any) -> None:
         with one_line_errors():
@@ -22,3 +26,6 @@ class Command(BaseCommand):
             for name, ends_on in samples.VENDORS.items():
                 vendor = samples.sample_vendor(name, ends_on)
                 self.stdout.write(f"vendor {vendor.pk}: {name}, contracts end {ends_on}")
+            if settings.DEBUG:
+                user = samples.sample_user("manager")
+                self.stdout.write(f"user {user}, password {user}")
