@@ -119,7 +119,7 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         rest = (object_id, form_url, extra_context)
         row = self._row_to_save(request, object_id)
         if row is None:
-            with self.transactions.opened():
+            with self.transactions.opened(request):
                 return super().changeform_view(request, *rest)
         seen = request.POST.get(_SEEN, "")
         lock = FencedLock(
@@ -131,11 +131,14 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         )
         acquisition = lock.ask()
         try:
-            with acquisition.opened(), self.transactions.opened(acquisition.resource.alias):
+            with (
+                acquisition.opened(),
+                self.transactions.opened(request, acquisition.resource.alias),
+            ):
                 return super().changeform_view(request, *rest)
         except http.ANSWERED as error:
             request.fence_refusal = _refusal(error)  # type: ignore[attr-defined]
-        with self.transactions.opened():
+        with self.transactions.opened(request):
             return super().changeform_view(request, *rest)
 
     def change_view(self, *args: Any, **kwargs: Any) -> Any:

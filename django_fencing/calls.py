@@ -33,13 +33,22 @@ class Call:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of `function` as it is called."""
-    if isinstance(function, functools.partial):
-        # method_decorator() makes its partial of the bound method look like the unbound one.
-        function = functools.partial(function.func, *function.args, **function.keywords)
-    # as_view() gives the view the attributes of `dispatch`, which may claim to wrap a method.
+    """Return the signature of `function` as it is called, whatever it claims to wrap."""
+    inner: Any = inspect.unwrap(function, stop=_is_called_otherwise)
+    if isinstance(inner, functools.partial):
+        inner = functools.partial(inner.func, *inner.args, **inner.keywords)
+    return inspect.signature(inner, follow_wrapped=not _is_called_otherwise(inner))
+
+
+def _is_called_otherwise(function: Any) -> bool:
+    """
+    Say whether the function that `function` wraps has other parameters.
+
+    method_decorator() makes its partial of a bound method look like the method. as_view() gives
+    the view the attributes of `dispatch`.
+    """
     is_view = hasattr(function, "view_class") or hasattr(function, "cls")
-    return inspect.signature(function, follow_wrapped=not is_view)
+    return is_view or (isinstance(function, functools.partial) and hasattr(function, "__wrapped__"))
 
 
 def takes_lease(signature: inspect.Signature) -> bool:

@@ -80,15 +80,24 @@ def fenced(alias: str, lease: "Lease") -> Iterator[None]:
         del _fenced[connection]
 
 
+def in_transaction(alias: str) -> bool:
+    """
+    Say whether a transaction.atomic() is open on this thread's connection `alias`.
+
+    The blocks that Django's TestCase opens around a test do not count.
+    """
+    blocks: list[Any] = connections[alias].atomic_blocks
+    return not all(block._from_testcase for block in blocks)
+
+
 def refuse_transaction(alias: str, action: str, resource: str, cure: str) -> None:
     """
-    Raise InsideTransaction if a transaction is open on `alias` or its autocommit is off.
+    Raise InsideTransaction if in_transaction(), or if the autocommit is off on `alias`.
 
-    The blocks that Django's TestCase opens around a test do not count. `cure` says what to do.
+    `cure` says what to do.
     """
     connection = connections[alias]
-    blocks: list[Any] = connection.atomic_blocks
-    if all(block._from_testcase for block in blocks) and (blocks or _autocommits(connection)):
+    if not in_transaction(alias) and (connection.atomic_blocks or _autocommits(connection)):
         return
     raise InsideTransaction(
         f"Cannot {action} {resource!r} while a transaction is open on database {alias!r}: {cure}",

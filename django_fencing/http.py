@@ -3,6 +3,7 @@
 import math
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from django.template import TemplateDoesNotExist
 from django.template.loader import render_to_string
 from django.utils.cache import patch_vary_headers
 
+from django_fencing import flow
 from django_fencing.calls import Call
 from django_fencing.exceptions import FencingError, LeaseLost, LockHeld, StoreUnavailable
 from django_fencing.leases import Lease
@@ -134,18 +136,21 @@ class OwnTransactions(set[str]):
         return True
 
     @contextmanager
-    def opened(self, fenced: str = "") -> Iterator[None]:
+    def opened(self, request: HttpRequest, fenced: str = "") -> Iterator[None]:
         """Open the transactions that Django would have opened, except that on `fenced`."""
         with ExitStack() as opened:
-            for alias in self._to_open(fenced):
+            for alias in self._to_open(request, fenced):
                 opened.enter_context(transaction.atomic(using=alias))
             yield
 
-    def _to_open(self, fenced: str) -> Iterator[str]:
+    def _to_open(self, request: HttpRequest, fenced: str) -> Iterator[str]:
+        match = request.resolver_match
+        # Said above this decorator, of the view that the URL leads to.
+        said = set(getattr(match.func, "_non_atomic_requests", ())) if match else set()
         for alias, options in connections.settings.items():
-            wanted = options["ATOMIC_REQUESTS"] and not super().__contains__(alias)
+            wanted = options["ATOMIC_REQUESTS"] and alias not in said.union(self)
             # Where the decorator sits deeper, Django has opened it already.
-            if wanted and alias != fenced and not connections[alias].in_atomic_block:
+            if wanted and alias != fenced and not flow.in_transaction(alias):
                 yield alias
 
 
@@ -166,14 +171,16 @@ class ViewCall(Call):
     def run(self, body: Callable[[], Any], lease: Lease) -> Any:
         """Run the body in the transactions of ATOMIC_REQUESTS, and keep the lease for a stream."""
         alias = lease.place[0]
-        with self._transactions.opened(alias):
+        with self._transactions.opened(self._request, alias):
             response = body()
             # Django REST framework has made a response of an exception.
             failed = getattr(response, "exception", False) is True
-            if failed and connections[alias].in_atomic_block:
+            if failed and flow.fenced_by(alias) is lease:
                 transaction.set_rollback(True, using=alias)
         if getattr(response, "streaming", False):
-            response._resource_closers.append(lease._keep())  # after those of what is streamed
+            end = lease._keep()
+            response._resource_closers.append(end)  # after those of what is streamed
+            weakref.finalize(response, end)  # where a middleware drops it, nobody closes it
         return response
 
     def skipped(self, held: LockHeld) -> HttpResponse:

@@ -191,6 +191,9 @@ class Lease:
         flow.refuse_transaction(
             self._resource.alias, "release", self.resource, "do so after it has ended."
         )
+        return self._give_back()
+
+    def _give_back(self) -> bool:
         with self._releasing:
             first = self._released is None
             if first:
@@ -229,8 +232,13 @@ class Lease:
         self._kept = True
 
         def end() -> None:
+            # Also in a transaction that whoever has closed or dropped the stream leaves open: its
+            # row lock keeps successors waiting until it is rolled back.
             self._kept = False
-            self._leave(None)
+            try:
+                self._give_back()
+            except StoreUnavailable as failure:
+                self._tell_loss(f"it was not given back and will run out: {failure}")
 
         return end
 
