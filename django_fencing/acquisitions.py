@@ -1,6 +1,7 @@
 """Acquire a resource: propose in the store, register in the database, confirm in the store."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Acquisition:
     wait: float
     register: bool
     seen: int | None
+    cancelled: threading.Event | None  # set when nobody waits for the lease any more
     lease: Lease | None = None  # once it is granted
     _doubtful: bool = False  # whether an attempt's outcome is unknown
     _contended: bool = False  # whether the lock was found held
@@ -52,35 +54,49 @@ class Acquisition:
     @contextmanager
     def leased(self) -> Iterator[Lease]:
         """Hold the lease."""
-        lease = self.acquire()
-        try:
+        with self.undone():
+            lease = self.acquire()
             yield lease
-        except BaseException as error:
-            lease._leave(error)
-            raise
         lease._leave(None)
 
     @contextmanager
     def opened(self) -> Iterator[Lease]:
         """Hold the lease with its fenced transaction open, which has registered it."""
-        with ExitStack() as fenced:
+        with self.undone(), ExitStack() as fenced:
 
             def settle(lease: Lease, rest: float) -> None:
                 self._announce(lease, rest)  # outside of the transaction
                 try:
                     lease._open(fenced, rest)
                 except (NotRegistered, LeaseLost) as error:
-                    lease._note_loss(f"it could not be registered: {error}", logging.INFO)
+                    reason = f"it could not be registered: {error}"
+                    lease._note_loss(reason, logging.INFO)
                     raise
 
             lease = self._acquire(settle)
-            try:
-                with fenced.pop_all():
-                    yield lease
-            except BaseException as error:
-                lease._leave(error)
-                raise
-            lease._leave(None)
+            yield lease
+        lease._leave(None)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what a block that fails has left."""
+        try:
+            yield
+        except BaseException as error:
+            self.undo(error)
+            raise
+
+    def undo(self, error: BaseException) -> None:
+        """
+        End what a block that has failed by `error` has left: its transaction, then its lease.
+
+        The transaction of a with-block has ended by then, unless an interrupt (a signal's, a task
+        queue's) came between two instructions, when it was open and nobody had noted it.
+        """
+        if not isinstance(error, GeneratorExit):  # the garbage collector's, in any thread
+            flow.roll_back(self.resource.alias, error)
+        if self.lease is not None and self.lease._is_left_behind:
+            self.lease._leave(error)
 
     def abandon(self) -> None:
         """End what the store may have granted, or may yet grant, as far as it answers."""
@@ -93,7 +109,7 @@ class Acquisition:
         # A flow that holds the resource would wait for itself.
         wait = 0 if self._by_its_holder else self.wait
         try:
-            for rest in attempts(wait):
+            for rest in attempts(wait, self.cancelled):
                 try:
                     lease = self._attempt(settle, rest)
                 except LockHeld as error:
@@ -126,7 +142,7 @@ class Acquisition:
             raise
         except (NotRegistered, LeaseLost) as error:
             # A grant that is lost before the body begins is a refusal.
-            self._doubtful = True
+            self._doubtful, self.lease = True, None
             self.store.release(self.resource, self.holder, again=True)
             raise self._refused(f"could not be registered: {error}", Refusal()) from error
         return lease

@@ -1,5 +1,7 @@
 """Run a coroutine function under a lock that a thread holds."""
 
+import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +27,9 @@ def dispatches_async(function: Any, args: tuple[Any, ...]) -> bool:
     return isinstance(owner, View) and owner.view_is_async
 
 
-def as_function(function: Callable[..., Any], lease: Lease) -> Callable[..., Any]:
+def as_function(
+    function: Callable[..., Any], lease: Lease, cancelled: threading.Event
+) -> Callable[..., Any]:
     """
     Return `function` as one that a thread calls, and that returns when its coroutine ends.
 
@@ -34,6 +38,8 @@ def as_function(function: Callable[..., Any], lease: Lease) -> Callable[..., Any
     """
 
     async def hold(*args: Any, **kwargs: Any) -> Any:
+        if cancelled.is_set():  # before this task was there to be cancelled
+            raise asyncio.CancelledError
         task = flow.current_flow()
         flow.hold(lease)
         try:
@@ -44,15 +50,20 @@ def as_function(function: Callable[..., Any], lease: Lease) -> Callable[..., Any
     return async_to_sync(hold)
 
 
-async def in_thread(call: Callable[[], Any]) -> Any:
+async def in_thread(call: Callable[[threading.Event], Any]) -> Any:
     """
     Run `call` in the thread of this context (the request's, in Django), or in one of its own.
 
     If the awaiting task is cancelled, so is the coroutine that as_function() has made callable,
-    and `call` ends before the cancellation goes on.
+    and the event that `call` is given is set.
     """
+    cancelled = threading.Event()
     async with ThreadSensitiveContext():
-        return await sync_to_async(_leaving_no_connection)(call)
+        try:
+            return await sync_to_async(_leaving_no_connection)(lambda: call(cancelled))
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
 
 
 def _leaving_no_connection(call: Callable[[], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -116,10 +117,15 @@ class _Work:
     label: str
     own_transactions: OwnTransactions
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, deferred: bool = False) -> Any:
-        """Run one call; `deferred` if the function returns an awaitable."""
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cancelled: threading.Event | None = None,
+    ) -> Any:
+        """Run one call; of a function that returns an awaitable if it can be `cancelled`."""
         call = self._call(args)
-        locked = functools.partial(self._locked, call, args, kwargs, deferred)
+        locked = functools.partial(self._locked, call, args, kwargs, cancelled)
         return call.answered(locked) if self.respond else locked()
 
     def _call(self, args: tuple[Any, ...]) -> Call:
@@ -131,7 +137,11 @@ class _Work:
         return Call()
 
     def _locked(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: bool
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cancelled: threading.Event | None,
     ) -> Any:
         lock = FencedLock(
             resource=self.resource_of(*args, **kwargs),
@@ -141,18 +151,14 @@ class _Work:
             register=not self.in_transaction,
             function=self.label,
         )
-        acquisition = lock.ask()
+        acquisition = lock.ask(cancelled)
         holding = acquisition.opened() if self.in_transaction else acquisition.leased()
-        try:
-            with ExitStack() as held:
-                try:
-                    lease = held.enter_context(holding)
-                except LockHeld as error:
-                    return self._refused(call, error)
-                return call.run(lambda: self._body(lease, args, kwargs, deferred), lease)
-        except KeyboardInterrupt:
-            acquisition.abandon()  # it may have come between two instructions that note the lease
-            raise
+        with acquisition.undone(), ExitStack() as held:
+            try:
+                lease = held.enter_context(holding)
+            except LockHeld as error:
+                return self._refused(call, error)
+            return call.run(lambda: self._body(lease, args, kwargs, cancelled), lease)
 
     def _refused(self, call: Call, error: LockHeld) -> Any:
         if self.on_held == "raise":
@@ -160,12 +166,16 @@ class _Work:
         return call.skipped(error) if self.on_held == "skip" else self.on_held(error)
 
     def _body(
-        self, lease: Lease, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: bool
+        self,
+        lease: Lease,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cancelled: threading.Event | None,
     ) -> Any:
         if self.takes_lease:
             kwargs = {**kwargs, "lease": lease}
-        if deferred:
-            return coroutines.as_function(self.function, lease)(*args, **kwargs)
+        if cancelled is not None:
+            return coroutines.as_function(self.function, lease, cancelled)(*args, **kwargs)
         result = self.function(*args, **kwargs)
         if inspect.isawaitable(result):
             if inspect.iscoroutine(result):
@@ -180,7 +190,7 @@ class _Work:
 def _function(work: _Work) -> Callable[..., Any]:
     def fenced(*args: Any, **kwargs: Any) -> Any:
         if coroutines.dispatches_async(work.function, args):
-            return coroutines.in_thread(lambda: work.run(args, kwargs, deferred=True))
+            return coroutines.in_thread(functools.partial(work.run, args, kwargs))
         return work.run(args, kwargs)
 
     return fenced
@@ -188,7 +198,7 @@ def _function(work: _Work) -> Callable[..., Any]:
 
 def _coroutine_function(work: _Work) -> Callable[..., Any]:
     async def fenced(*args: Any, **kwargs: Any) -> Any:
-        return await coroutines.in_thread(lambda: work.run(args, kwargs, deferred=True))
+        return await coroutines.in_thread(functools.partial(work.run, args, kwargs))
 
     return fenced
 

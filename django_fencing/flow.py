@@ -77,7 +77,16 @@ def fenced(alias: str, lease: "Lease") -> Iterator[None]:
     try:
         yield
     finally:
-        del _fenced[connection]
+        if _fenced.get(connection) is lease:
+            del _fenced[connection]
+
+
+def roll_back(alias: str, error: BaseException) -> None:
+    """Leave every transaction.atomic() that is open on `alias`, as `error` would have done."""
+    connection = connections[alias]
+    while in_transaction(alias):
+        connection.atomic_blocks[-1].__exit__(type(error), error, error.__traceback__)
+    _fenced.pop(connection, None)
 
 
 def in_transaction(alias: str) -> bool:

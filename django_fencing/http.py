@@ -4,13 +4,16 @@ import math
 import random
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import request_finished
 from django.db import connections, transaction
+from django.dispatch import receiver
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.template import TemplateDoesNotExist
 from django.template.loader import render_to_string
@@ -43,6 +46,17 @@ def request_of(argument: object) -> HttpRequest | None:
     if rest_framework and isinstance(argument, rest_framework.Request):
         return cast("HttpRequest", argument._request)
     return None
+
+
+# What ends the leases of streams that are no more.
+_dropped: deque[Callable[[], None]] = deque()
+
+
+@receiver(request_finished, dispatch_uid="django_fencing")
+def end_dropped_streams(**kwargs: Any) -> None:
+    """End the leases of streams that were dropped before they were closed."""
+    while _dropped:
+        _dropped.popleft()()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +194,9 @@ class ViewCall(Call):
         if getattr(response, "streaming", False):
             end = lease._keep()
             response._resource_closers.append(end)  # after those of what is streamed
-            weakref.finalize(response, end)  # where a middleware drops it, nobody closes it
+            # Nobody closes a response that a middleware drops. A finalizer may run anywhere, so
+            # it only notes what is to be ended.
+            weakref.finalize(response, _dropped.append, end).atexit = False
         return response
 
     def skipped(self, held: LockHeld) -> HttpResponse:

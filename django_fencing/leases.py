@@ -219,13 +219,19 @@ class Lease:
             except StoreUnavailable:
                 self.release()
         except StoreUnavailable as failure:
-            self._tell_loss(f"it was not given back and will run out: {failure}")
+            level = logging.INFO if isinstance(error, StoreUnavailable) else None
+            self._tell_loss(f"it was not given back and will run out: {failure}", level)
         except InsideTransaction as failure:
             if error is None:
                 raise
             self._tell_loss(f"it was not given back and will run out: {failure}")
         finally:
             flow.let_go(self, self._flow)
+
+    @property
+    def _is_left_behind(self) -> bool:
+        """Whether nobody has given it back, or tried to."""
+        return self._released is None and not self._told
 
     def _keep(self) -> Callable[[], None]:
         """Outlive the block that ends without an error, and return what ends the lease instead."""

@@ -1,5 +1,6 @@
 """What to lock: a definition, whose acquisitions propose, register and confirm."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,7 +63,8 @@ def fenced_atomic(
     is released after the commit. The arguments and errors are those of fenced_lock().
     """
     lock = FencedLock(resource=resource, ttl=ttl, wait=wait, using=using, register=False)
-    with lock.ask().opened() as lease:
+    acquisition = lock.ask()
+    with acquisition.undone(), acquisition.opened() as lease:
         yield lease.row
 
 
@@ -83,7 +85,7 @@ class FencedLock:
         """Return a lease, which the caller releases. Raise as fenced_lock() says."""
         return self.ask().acquire()
 
-    def ask(self) -> Acquisition:
+    def ask(self, cancelled: threading.Event | None = None) -> Acquisition:
         """Return an acquisition of its own. Raise for what can be refused before it is sent."""
         ttl = conf.ttl if self.ttl is None else seconds("ttl", self.ttl, most=conf.max_ttl)
         wait = conf.wait
@@ -99,6 +101,7 @@ class FencedLock:
             wait=wait,
             register=self.register,
             seen=self.seen,
+            cancelled=cancelled,
         )
 
     def __enter__(self) -> Lease:
@@ -107,11 +110,10 @@ class FencedLock:
             lease = acquisition.acquire()
             self._entered.append((flow.current_flow(), lease))
             return lease
-        except KeyboardInterrupt:  # between two instructions, when nobody else has the lease yet
-            self._entered[:] = [
-                entry for entry in self._entered if entry[1] is not acquisition.lease
-            ]
-            acquisition.abandon()
+        except BaseException as error:
+            here = [entry for entry in self._entered if entry[1] is acquisition.lease]
+            self._entered[:] = [entry for entry in self._entered if entry not in here]
+            acquisition.undo(error)
             raise
 
     def __exit__(

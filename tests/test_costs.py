@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from django.db import connection, transaction
+from django.http import HttpResponse
+from django.test import RequestFactory
 from django.test.utils import CaptureQueriesContext
 
 from django_fencing.decorators import with_fenced_lock
@@ -70,6 +72,14 @@ def test_a_decorated_function_costs_what_fenced_atomic_costs(resource: ResourceL
     work = with_fenced_lock(lambda: resource)(lambda: None)
 
     assert cost(work) == (2, ["BEGIN", "WITH", "COMMIT"])
+
+
+def test_a_decorated_view_costs_what_fenced_atomic_costs(resource: ResourceLike) -> None:
+    """Nothing is asked for the sake of the answer."""
+    view = with_fenced_lock(lambda request: resource)(lambda request: HttpResponse())
+    request = RequestFactory().get("/")
+
+    assert cost(lambda: view(request)) == (2, ["BEGIN", "WITH", "COMMIT"])
 
 
 def test_a_fenced_transaction_costs_one_statement(resource: ResourceLike) -> None:

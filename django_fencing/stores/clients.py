@@ -56,6 +56,26 @@ def client() -> Any:
 
 
 @contextmanager
+def answered(client: Any) -> Iterator[None]:
+    """
+    Let no reply be taken for another command's.
+
+    Where an interrupt comes between a command and its reply, redis-py gives the connection back
+    to its pool as it is.
+    """
+    try:
+        yield
+    except FAILURES:
+        raise
+    except BaseException:
+        if pool := getattr(client, "connection_pool", None):
+            pool.disconnect(inuse_connections=False)
+        else:
+            client.disconnect_connection_pools()  # of a cluster
+        raise
+
+
+@contextmanager
 def impatient(seconds: float) -> Iterator[Any]:
     """
     Yield a client of the leases' server that gives up after so many seconds.

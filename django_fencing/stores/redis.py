@@ -117,10 +117,11 @@ class RedisStore(Store):
         rest = (len(keys), *keys, *args)
         try:
             client = clients.client()
-            try:
-                reply = client.execute_command("EVALSHA", digest, *rest, **clients.RAW)
-            except redis.exceptions.NoScriptError:
-                reply = client.execute_command("EVAL", script, *rest, **clients.RAW)
+            with clients.answered(client):
+                try:
+                    reply = client.execute_command("EVALSHA", digest, *rest, **clients.RAW)
+                except redis.exceptions.NoScriptError:
+                    reply = client.execute_command("EVAL", script, *rest, **clients.RAW)
         except clients.FAILURES as error:
             raise StoreUnavailable(
                 f"Cannot {name} {resource.name!r}: {error}", resource=resource.name
