@@ -91,7 +91,7 @@ def test_the_code_of_the_readme_runs(job: Job) -> None:
         "read_meters": lambda *arguments: arguments,
     }
 
-    with mock.patch("django.contrib.admin.register", lambda *models: lambda found: found):
+    with mock.patch("django.contrib.admin.register", return_value=lambda found: found):
         for block in blocks:
             exec(compile(block, "README.md", "exec"), namespace)  # noqa: S102 - our own text
     namespace["publish_notices"](7)
