@@ -1,6 +1,8 @@
 """The admin: the page of the fence tokens, and forms that save under the row's lock."""
 
-from typing import Any, ClassVar
+import copy
+from contextlib import ExitStack
+from typing import Any, ClassVar, cast
 
 from django.contrib import admin
 from django.contrib.admin.options import TO_FIELD_VAR
@@ -19,9 +21,9 @@ from django.utils.translation import gettext_lazy
 from django.views.decorators.csrf import csrf_protect
 
 from django_fencing import http
-from django_fencing.exceptions import FencingError, LeaseLost, LockHeld
+from django_fencing.exceptions import FencingError, InvalidResource, LeaseLost, LockHeld
 from django_fencing.locks import FencedLock
-from django_fencing.models import FENCE_FIELDS, Fence, FencedResource
+from django_fencing.models import Fence, FencedResource
 from django_fencing.overview import fenced_models, overview
 
 # The token of the row that a form was made from.
@@ -34,7 +36,8 @@ _SHOWN_FENCE = ("shown_fence_token", "last_fence_holder")
 class FenceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """Shows leases and fences. Nothing can be changed here."""
 
-    fields = ("name", *FENCE_FIELDS)
+    fields = ("name", "shown_fence_token", "last_fence_holder")
+    readonly_fields = ("shown_fence_token",)
 
     def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
@@ -75,6 +78,11 @@ class FenceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         }
         request.current_app = self.admin_site.name
         return TemplateResponse(request, "admin/django_fencing/fence/change_list.html", context)
+
+    @admin.display(description=gettext_lazy("last fence token"))
+    def shown_fence_token(self, fence: Fence) -> str:
+        """Show all digits, in groups nowhere."""
+        return str(fence.last_fence_token)
 
     def _may_view(self, request: HttpRequest, model: type[models.Model]) -> bool:
         """Say whether the user may see rows of `model`, registered in this admin or not."""
@@ -117,52 +125,29 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     ) -> Any:
         """Show the form; save what it sends under the lock."""
         rest = (object_id, form_url, extra_context)
+        view: Any = super().changeform_view
         row = self._row_to_save(request, object_id)
-        if row is None:
-            with self.transactions.opened(request):
-                return super().changeform_view(request, *rest)
-        seen = request.POST.get(_SEEN, "")
-        lock = FencedLock(
-            resource=row,
-            wait=0,
-            register=False,
-            function=f"{type(self).__module__}.{type(self).__qualname__}",
-            seen=int(seen) if seen.isdecimal() and len(seen) < 20 else None,
-        )
-        acquisition = lock.ask()
-        try:
-            with (
-                acquisition.opened(),
-                self.transactions.opened(request, acquisition.resource.alias),
-            ):
-                return super().changeform_view(request, *rest)
-        except http.ANSWERED as error:
-            request.fence_refusal = _refusal(error)  # type: ignore[attr-defined]
+        if row is not None:
+            acquisition = self._lock(request, row).ask()
+            with acquisition.undone(), ExitStack() as held:
+                try:
+                    held.enter_context(acquisition.opened())
+                except (*http.ANSWERED, InvalidResource) as error:
+                    refused = self._refusing(request, error)
+                    view = super(FencedResourceAdmin, refused).changeform_view
+                else:
+                    with self.transactions.opened(request, acquisition.resource.alias):
+                        return view(request, *rest)
         with self.transactions.opened(request):
-            return super().changeform_view(request, *rest)
+            return view(request, *rest)
 
-    def change_view(self, *args: Any, **kwargs: Any) -> Any:
-        """Show the form; save what it sends under the lock."""
-        return super().change_view(*args, **kwargs)
-
-    # Django opens no transaction of ATOMIC_REQUESTS around what has this attribute.
-    change_view._non_atomic_requests = transactions  # type: ignore[attr-defined]
-
-    def get_object(self, request: HttpRequest, object_id: str, from_field: Any = None) -> Any:
-        """Return the row, which a form that was refused goes on to see as it was opened."""
-        row = super().get_object(request, object_id, from_field)
-        if row is not None and hasattr(request, "fence_refusal"):
-            row.fence_seen = request.POST.get(_SEEN, "")
-        return row
-
-    def get_form(
-        self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any
-    ) -> Any:
-        """Return the form class; for a save that was refused, one that says why."""
-        form: Any = super().get_form(request, obj, change=change, **kwargs)
-        if refusal := getattr(request, "fence_refusal", None):
-            return type(form)(form.__name__, (_RefusedForm, form), {"fence_refusal": refusal})
-        return form
+    def get_urls(self) -> Any:
+        """Let Django open no transaction of ATOMIC_REQUESTS around the form."""
+        urls: list[Any] = super().get_urls()
+        for url in urls:
+            if str(getattr(url, "name", "")).endswith("_change"):
+                url.callback._non_atomic_requests = self.transactions
+        return urls
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         """Leave the fence to a section of its own."""
@@ -204,8 +189,40 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if self.save_as and "_saveasnew" in request.POST:
             return None
         to_field = request.POST.get(TO_FIELD_VAR, request.GET.get(TO_FIELD_VAR))
+        if to_field and not self.to_field_allowed(request, to_field):
+            return None  # Django refuses it
         row = self.get_object(request, unquote(object_id), to_field)
         return row if row is not None and self.has_change_permission(request, row) else None
+
+    def _lock(self, request: HttpRequest, row: FencedResource) -> FencedLock:
+        seen = request.POST.get(_SEEN, "")
+        return FencedLock(
+            resource=row,
+            wait=0,
+            register=False,
+            function=f"{type(self).__module__}.{type(self).__qualname__}",
+            seen=int(seen) if seen.isdecimal() and len(seen) < 20 else None,
+        )
+
+    def _refusing(self, request: HttpRequest, error: FencingError) -> "FencedResourceAdmin":
+        """Return an admin like this one, whose form says why it is refused and is never valid."""
+        # What a subclass has overridden is asked here, and cannot let the form pass.
+        get_form: Any = self.get_form
+        get_object: Any = self.get_object
+
+        def refused_form(*args: Any, **kwargs: Any) -> Any:
+            form = get_form(*args, **kwargs)
+            return type(form)(form.__name__, (_RefusedForm, form), {"refusal": _refusal(error)})
+
+        def row_as_opened(*args: Any, **kwargs: Any) -> Any:
+            row = get_object(*args, **kwargs)
+            if row is not None:
+                row.fence_seen = request.POST.get(_SEEN, "")
+            return row
+
+        refusing: Any = copy.copy(self)
+        refusing.get_form, refusing.get_object = refused_form, row_as_opened
+        return cast("FencedResourceAdmin", refusing)
 
 
 def _title(model: type[models.Model]) -> str:
@@ -215,17 +232,17 @@ def _title(model: type[models.Model]) -> str:
 class _RefusedForm:
     """Makes a form invalid."""
 
-    fence_refusal: ClassVar[str]
+    refusal: ClassVar[str]
 
     def clean(self) -> None:
-        raise ValidationError(self.fence_refusal, code="refused")
+        raise ValidationError(self.refusal, code="refused")
 
 
 def _refusal(error: FencingError) -> str:
     """Say why nothing was saved, and what to do."""
     if isinstance(error, LockHeld):
         return _("Nothing was saved: somebody else is working on this. Try again in a moment.")
-    if isinstance(error, LeaseLost):
+    if isinstance(error, LeaseLost | InvalidResource):
         return _(
             "Nothing was saved: somebody else has worked on this since you opened the form. "
             "Open it anew, and look at what has changed before you save."

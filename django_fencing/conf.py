@@ -93,6 +93,8 @@ class Conf:
         value = self._read("NAMESPACE")
         if callable(value) or (isinstance(value, str) and "." in value):
             return self._callable("NAMESPACE", value)
+        if not isinstance(value, str):
+            raise ImproperlyConfigured(f"FENCING['NAMESPACE'] must be a text, not {value!r}.")
         return lambda: value
 
     def _read(self, key: str) -> Any:

@@ -1,5 +1,6 @@
 """What the page "Fence tokens" shows: leases of the store, fences of the database."""
 
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,7 +12,8 @@ from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.core.paginator import Page, Paginator
 from django.db import models, router
-from django.db.models import Q, QuerySet
+from django.db.models import QuerySet
+from django.db.models.functions import Substr
 
 from django_fencing.conf import conf
 from django_fencing.exceptions import InvalidResource, StoreUnavailable
@@ -19,7 +21,7 @@ from django_fencing.grants import LeaseRecord
 from django_fencing.models import Fence, FencedResource, fence_model
 from django_fencing.names import encoded, read_slug
 from django_fencing.resources import Resource, of_fence, resolve
-from django_fencing.stores.base import Listed, get_store
+from django_fencing.stores.base import Listed, Look, get_store
 
 PER_PAGE = 25
 
@@ -27,12 +29,18 @@ PER_PAGE = 25
 _PATIENCE = 0.8
 
 
+# Of the key in a lease only so many characters are certain not to be cut.
+_LONGEST_WHOLE = 60
+
+Row = tuple[type[models.Model], str]  # model and primary key
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownLease:
     """A lease that is held, or that lapsed at `ended` without a release."""
 
     resource: str
-    row: tuple[type[models.Model], str] | None  # its model and primary key, if they are known
+    row: Row | None  # if it is known
     lease: LeaseRecord | None
     ended: datetime | None = None
 
@@ -42,7 +50,7 @@ class ShownFence:
     """A fence, and the lease that its resource has at the moment."""
 
     resource: str
-    row: tuple[type[models.Model], str]
+    row: Row
     fence: FencedResource
     lease: LeaseRecord | None = None
 
@@ -79,27 +87,30 @@ def overview(
 
     It takes two SQL statements, and two round trips to the store.
     """
+    search = unicodedata.normalize("NFC", search)
     fence_page = Paginator(_fences(model, search), PER_PAGE).get_page(fences)
     rows = list(fence_page.object_list)
     resources = [_resource(row) for row in rows]
     outage = ""
-    records: Iterator[LeaseRecord | None]
+    looks: Iterator[Look]
     lease_page: Page[Any]
     try:
         with get_store().inspect(_PATIENCE) as inspector:
             found = _listed(inspector.listed(), search)
             lease_page = Paginator(found, PER_PAGE).get_page(leases)
             known = [resource.keys for resource in resources if resource]
-            records = iter(
+            looks = iter(
                 inspector.look([*(item.keys for _, item in lease_page.object_list), *known])
             )
     except (StoreUnavailable, ImproperlyConfigured) as error:
         outage = str(error)
-        lease_page, records = Paginator([], PER_PAGE).get_page(1), repeat(None)
+        lease_page = Paginator([], PER_PAGE).get_page(1)
+        looks = repeat(Look(lease=None, listed=False))
+    shown = [_shown_lease(name, item, next(looks)) for name, item in lease_page.object_list]
     return Overview(
-        leases=[_shown_lease(name, item, next(records)) for name, item in lease_page.object_list],
+        leases=[lease for lease in shown if lease],
         fences=[
-            _shown_fence(row, resource, next(records) if resource else None)
+            _shown_fence(row, resource, next(looks).lease if resource else None)
             for row, resource in zip(rows, resources, strict=True)
         ],
         lease_page=lease_page,
@@ -120,10 +131,12 @@ def _name(item: Listed) -> str | None:
     return read_slug(slug, conf.namespace)
 
 
-def _shown_lease(name: str, item: Listed, record: LeaseRecord | None) -> ShownLease:
-    row = _row_of(record.model, record.pk) if record else _row_named(name, item)
-    ended = None if record else item.ends
-    return ShownLease(resource=name, row=row, lease=record, ended=ended)
+def _shown_lease(name: str, item: Listed, look: Look) -> ShownLease | None:
+    if not look.lease and not look.listed:
+        return None  # released since it was listed
+    row = _row_of(name, item, look.lease)
+    ended = None if look.lease else item.ends
+    return ShownLease(resource=name, row=row, lease=look.lease, ended=ended)
 
 
 def _shown_fence(
@@ -133,22 +146,31 @@ def _shown_fence(
     return ShownFence(resource=name, row=(type(row), str(row.pk)), fence=row, lease=lease)
 
 
-def _row_named(name: str, item: Listed) -> tuple[type[models.Model], str] | None:
-    """Find the row by its default name: the lease that knew it is gone."""
+def _row_of(name: str, item: Listed, lease: LeaseRecord | None) -> Row | None:
+    """Return what the admin can show of the resource: the row, or the `Fence` of a name."""
     kind, _, slug = item.keys.member.partition(":")
-    if kind == "name":
-        return Fence, slug
-    if kind != "row" or "@" in name or "…" in name:
+    if kind != "row":
+        return (Fence, slug) if kind == "name" else None
+    label, _, rest = name.partition(":")
+    pk, _, alias = rest.partition("@")
+    model = _model(lease.model if lease else label)
+    if model is None or "…" in name:
         return None
-    label, _, pk = name.partition(":")
-    return _row_of(label, unquote(pk))
+    if alias and alias != router.db_for_read(model):
+        return None
+    owner = fence_model(model)
+    if label != owner._meta.label_lower:  # a fence name of its own
+        return (model, lease.pk) if lease and len(lease.pk) < _LONGEST_WHOLE else None
+    # A multi-table child may have a primary key of its own.
+    return (model if cast("Any", model._meta.pk).remote_field else owner, unquote(pk))
 
 
-def _row_of(label: str, pk: str) -> tuple[type[models.Model], str] | None:
+def _model(label: str) -> type[FencedResource] | None:
     try:
-        return apps.get_model(label), pk
+        model = apps.get_model(label)
     except (LookupError, ValueError):
         return None
+    return model if issubclass(model, FencedResource) else None
 
 
 def _resource(row: FencedResource) -> Resource | None:
@@ -160,13 +182,21 @@ def _resource(row: FencedResource) -> Resource | None:
 
 def _fences(model: type[FencedResource], search: str) -> QuerySet[FencedResource]:
     """Return the fences that anybody has registered at, past the model's managers."""
+    if "\0" in search:  # PostgreSQL's text cannot hold it
+        return QuerySet(model).none()
     if model is Fence:
-        rows: QuerySet[Any] = QuerySet(Fence, using=conf.database)
+        names: QuerySet[Any] = QuerySet(Fence, using=conf.database)
         prefix = f"{encoded(conf.namespace)}|" if conf.namespace else ""
-        rows = rows.filter(name__startswith=prefix) if prefix else rows.exclude(name__contains="|")
-        either = Q(name__icontains=search) | Q(name__icontains=encoded(search))
-        return rows.filter(either).order_by("name")
-    rows = QuerySet(model, using=router.db_for_read(model)).filter(last_fence_token__gt=0)
+        names = names.filter(name__startswith=prefix).annotate(
+            shown=Substr("name", len(prefix) + 1)
+        )
+        return (
+            names.exclude(shown__contains="|")
+            .filter(shown__icontains=encoded(search))
+            .order_by("name")
+        )
+    rows: QuerySet[Any] = QuerySet(model, using=router.db_for_read(model))
+    rows = rows.filter(last_fence_token__gt=0)
     return _matching(rows, model, search).order_by("pk")
 
 

@@ -73,6 +73,13 @@ class Listed(NamedTuple):
     ends: datetime  # by the store's clock
 
 
+class Look(NamedTuple):
+    """A resource at this moment: its lease if there is one, and whether it is listed still."""
+
+    lease: LeaseRecord | None
+    listed: bool
+
+
 class Inspector(ABC):
     """Shows leases, and changes nothing. Each step is one round trip per server."""
 
@@ -85,8 +92,8 @@ class Inspector(ABC):
         """
 
     @abstractmethod
-    def look(self, keys: Sequence[Keys]) -> list[LeaseRecord | None]:
-        """Return the lease of each resource, None where there is none. Raise StoreUnavailable."""
+    def look(self, keys: Sequence[Keys]) -> list[Look]:
+        """Look at each resource. Raise StoreUnavailable."""
 
 
 def get_store() -> Store:

@@ -115,10 +115,11 @@ def sharing() -> list[str]:
 
 def closes_after_requests() -> bool:
     """Say whether django-redis disconnects the leases' cache after each request."""
+    if conf.client_factory or isinstance(caches[conf.cache], RedisCache):
+        return False
     given = getattr(settings, "DJANGO_REDIS_CLOSE_CONNECTION", False)
-    cache: Any = settings.CACHES.get(conf.cache, {})
-    options = cache.get("OPTIONS", {})
-    return not conf.client_factory and bool(options.get("CLOSE_CONNECTION", given))
+    options: Any = settings.CACHES[conf.cache].get("OPTIONS", {})
+    return bool(options.get("CLOSE_CONNECTION", given))
 
 
 def server(client: Any) -> Server:
@@ -163,7 +164,7 @@ def _database_of(client: Any) -> tuple[Any, ...] | None:
     host = options.get("host", "localhost")
     address = "127.0.0.1" if host == "localhost" else host, options.get("port", 6379)
     service = getattr(pool, "service_name", None)
-    return service or options.get("path") or address, options.get("db") or 0
+    return service or options.get("path") or address, str(options.get("db") or 0)
 
 
 def _addresses(option: str) -> bool:

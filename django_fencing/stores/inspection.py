@@ -10,10 +10,13 @@ from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import LeaseRecord
 from django_fencing.names import Keys
 from django_fencing.stores import clients
-from django_fencing.stores.base import Inspector, Listed
+from django_fencing.stores.base import Inspector, Listed, Look
 
 # Of each of the 64 tags, the latest to end first.
 _MOST_OF_A_TAG = 160
+
+# The year 2100.
+_LATEST = 4_102_444_800
 
 _FIELDS = ("token", "host", "pid", "function", "acquired_at", "model", "pk")
 
@@ -35,14 +38,21 @@ class RedisInspector(Inspector):
         ]
         return sorted(listed, key=lambda lease: lease.ends, reverse=True)
 
-    def look(self, keys: Sequence[Keys]) -> list[LeaseRecord | None]:
+    def look(self, keys: Sequence[Keys]) -> list[Look]:
         commands = [
             command
             for key in keys
-            for command in (("PTTL", key.lease), ("HMGET", key.lease, *_FIELDS))
+            for command in (
+                ("PTTL", key.lease),
+                ("HMGET", key.lease, *_FIELDS),
+                ("ZSCORE", key.held, key.member),
+            )
         ]
         answers = iter(self._ask(commands))
-        return [_record(ends, values) for ends, values in zip(answers, answers, strict=True)]
+        return [
+            Look(lease=_record(ends, values), listed=score is not None)
+            for ends, values, score in zip(answers, answers, answers, strict=True)
+        ]
 
     def _ask(self, commands: Sequence[tuple[str, ...]]) -> list[Any]:
         """Send all at once. A value that is no lease gives an exception in its place."""
@@ -77,18 +87,23 @@ def _record(ends: int, values: Any) -> LeaseRecord | None:
     token, host, pid, function, since, model, pk = map(_text, values)
     return LeaseRecord(
         remaining=remaining,
-        token=int(token) if token.isdigit() else None,
+        token=_number(token),
         host=host,
         pid=pid,
         function=function,
-        since=_moment(int(since)) if since.isdigit() else None,
+        since=None if (milliseconds := _number(since)) is None else _moment(milliseconds),
         model=model,
         pk=pk,
     )
 
 
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+
+
 def _moment(milliseconds: float) -> datetime:
-    return datetime.fromtimestamp(milliseconds / 1000, UTC)
+    """Return the time; what another program has written may be out of any calendar."""
+    return datetime.fromtimestamp(min(max(milliseconds / 1000, 0), _LATEST), UTC)
 
 
 def _text(value: Any) -> str:
