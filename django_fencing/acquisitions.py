@@ -1,6 +1,5 @@
 """Acquire a resource: propose in the store, register in the database, confirm in the store."""
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -69,8 +68,7 @@ class Acquisition:
                 try:
                     lease._open(fenced, rest)
                 except (NotRegistered, LeaseLost) as error:
-                    reason = f"it could not be registered: {error}"
-                    lease._note_loss(reason, logging.INFO)
+                    lease._lose(f"it could not be registered: {error}")
                     raise
 
             lease = self._acquire(settle)

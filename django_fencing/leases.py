@@ -1,7 +1,6 @@
 """A lease: one time-limited grant, and what its holder may do with it."""
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,9 +9,9 @@ from django.db import transaction
 
 from django_fencing import flow
 from django_fencing.conf import conf
+from django_fencing.endings import Ending
 from django_fencing.exceptions import (
     FencingError,
-    InsideTransaction,
     LeaseLost,
     StaleToken,
     StoreUnavailable,
@@ -22,7 +21,7 @@ from django_fencing.grants import Holder
 from django_fencing.models import FencedResource
 from django_fencing.registrar import Registrar
 from django_fencing.resources import Resource
-from django_fencing.signals import lease_extended, lease_lost, lease_released, token_refused
+from django_fencing.signals import lease_extended, token_refused
 from django_fencing.stores.base import Store
 from django_fencing.timing import Duration, now, seconds
 
@@ -60,13 +59,8 @@ class Lease:
         self.ttl = ttl
         self._store = store
         self._resource = resource
-        self._flow = flow.current_flow()
         self._ends = sent + ttl
-        self._lost = False
-        self._told = False  # whether its loss was announced
-        self._kept = False  # by something that outlives its block
-        self._released: bool | None = None
-        self._releasing = threading.Lock()
+        self._ending = Ending(store, resource, holder)
         self._registrar = Registrar(store, resource, holder, token, seen)
 
     def __repr__(self) -> str:
@@ -90,7 +84,7 @@ class Lease:
     @property
     def remaining(self) -> float:
         """Seconds until the lease ends, by this process's clock; 0 when it has ended."""
-        return 0.0 if self._released is not None else max(0.0, self._ends - now())
+        return 0.0 if self._ending.released is not None else max(0.0, self._ends - now())
 
     @property
     def lost(self) -> bool:
@@ -99,7 +93,7 @@ class Lease:
 
         It does not forbid atomic(): the fence decides.
         """
-        return self._lost or (self._released is None and self._ends <= now())
+        return self._ending.lost or (self._ending.released is None and self._ends <= now())
 
     @property
     def row(self) -> Any:
@@ -141,12 +135,12 @@ class Lease:
             try:
                 row = self._open(fenced)
             except StaleToken as error:
-                self._lost = self._told = True
+                self._ending.lost = self._ending.told = True
                 line = {"token": self.token, "fence_token": error.fence_token}
                 token_refused.announce(self._resource, line, lease=self, error=error)
                 raise
             except NotRegistered as error:
-                self._released = self._store.release(self._resource, self.holder)
+                self._ending.released = self._store.release(self._resource, self.holder)
                 raise self._lose(f"it could not be registered: {error}") from error
             yield row
 
@@ -191,62 +185,21 @@ class Lease:
         flow.refuse_transaction(
             self._resource.alias, "release", self.resource, "do so after it has ended."
         )
-        return self._give_back()
-
-    def _give_back(self) -> bool:
-        with self._releasing:
-            first = self._released is None
-            if first:
-                self._released = self._store.release(self._resource, self.holder)
-        flow.let_go(self, self._flow)
-        if first:
-            self._tell_end()
-        return bool(self._released)
+        return self._ending.give_back(self)
 
     def _leave(self, error: BaseException | None) -> None:
-        """
-        Release at the end of a block, with a second attempt if the store does not answer.
+        """Release at the end of a block that has raised `error`."""
+        self._ending.leave(self, error)
 
-        What the block has raised (`error`) or committed stands: a lease that ran out
-        meanwhile, or that cannot be given back, is a warning.
-        """
-        if self._kept and error is None:
-            flow.let_go(self, self._flow)
-            return
-        try:
-            try:
-                self.release()
-            except StoreUnavailable:
-                self.release()
-        except StoreUnavailable as failure:
-            level = logging.INFO if isinstance(error, StoreUnavailable) else None
-            self._tell_loss(f"it was not given back and will run out: {failure}", level)
-        except InsideTransaction as failure:
-            if error is None:
-                raise
-            self._tell_loss(f"it was not given back and will run out: {failure}")
-        finally:
-            flow.let_go(self, self._flow)
+    def _keep(self) -> Callable[[], None]:
+        """Outlive the block that ends without an error, and return what ends the lease instead."""
+        self._ending.kept = True
+        return lambda: self._ending.end_kept(self)
 
     @property
     def _is_left_behind(self) -> bool:
         """Whether nobody has given it back, or tried to."""
-        return self._released is None and not self._told
-
-    def _keep(self) -> Callable[[], None]:
-        """Outlive the block that ends without an error, and return what ends the lease instead."""
-        self._kept = True
-
-        def end() -> None:
-            # Also in a transaction that whoever has closed or dropped the stream leaves open: its
-            # row lock keeps successors waiting until it is rolled back.
-            self._kept = False
-            try:
-                self._give_back()
-            except StoreUnavailable as failure:
-                self._tell_loss(f"it was not given back and will run out: {failure}")
-
-        return end
+        return self._ending.is_open
 
     def _register(self, wait: float = 0) -> None:
         """Register and confirm before a body begins. Raise NotRegistered."""
@@ -263,30 +216,14 @@ class Lease:
         """Return how many seconds registering may wait for the row, if `wait` are left."""
         return min(self.ttl, max(wait, _PATIENCE))
 
-    def _tell_end(self) -> None:
-        if self._released:
-            lease_released.announce(self._resource, {"token": self.token}, lease=self)
-        else:
-            self._note_loss("it ended before its release; what was committed stands")
-
     def _refuse_released(self) -> None:
-        if self._released is not None:
+        if self._ending.released is not None:
             raise self._over("it was released")
 
     def _lose(self, reason: str) -> LeaseLost:
-        self._note_loss(reason, logging.INFO)
+        """Note the loss, and return the error that says so."""
+        self._ending.lose(self, reason, logging.INFO)
         return self._over(reason)
-
-    def _note_loss(self, reason: str, level: int | None = None) -> None:
-        self._lost = True
-        self._tell_loss(reason, level)
-
-    def _tell_loss(self, reason: str, level: int | None = None) -> None:
-        """Announce, once, that the lease has ended other than by its release, or will."""
-        if not self._told:
-            self._told = True
-            line = {"token": self.token, "reason": reason}
-            lease_lost.announce(self._resource, line, level, lease=self, reason=reason)
 
     def _over(self, reason: str) -> LeaseLost:
         return LeaseLost(
