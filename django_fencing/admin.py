@@ -110,6 +110,9 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     is one fenced transaction, inlines included. Where somebody else holds the lock, or has
     held it since the form was opened, the form says so and nothing is saved.
 
+    What the form was made from is sent back by `shown_fence_token`: fieldsets that leave it out
+    are saved under the lock, and without that comparison.
+
     Adding and deleting take no lock, nor do actions and list_editable, which is refused.
     """
 
@@ -176,10 +179,12 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         messages = super().check(**kwargs)
         if not issubclass(self.model, FencedResource):
             fault = f"{self.model.__name__} is no FencedResource."
-            messages.append(Error(fault, obj=self.__class__, id="django_fencing.E006"))
+            hint = "Let the model inherit from FencedResource, or the admin from admin.ModelAdmin."
+            messages.append(Error(fault, hint, obj=self.__class__, id="django_fencing.E006"))
         if self.list_editable:
             fault = "list_editable would save rows without their lock."
-            messages.append(Error(fault, obj=self.__class__, id="django_fencing.E007"))
+            hint = "Leave out list_editable: a row is saved on its own page."
+            messages.append(Error(fault, hint, obj=self.__class__, id="django_fencing.E007"))
         return messages
 
     def _row_to_save(self, request: HttpRequest, object_id: str | None) -> Any:

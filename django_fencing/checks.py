@@ -28,13 +28,15 @@ def check_settings(**kwargs: Any) -> list[CheckMessage]:
     try:
         validate()
     except ImproperlyConfigured as error:
-        return [Error(str(error), id="django_fencing.E001")]
+        hint = f"FENCING is a dictionary. Its keys are {', '.join(DEFAULTS)}."
+        return [Error(str(error), hint=hint, id="django_fencing.E001")]
     try:
         store = get_store()
         clients_of_store = isinstance(store, RedisStore)
         shared = clients.sharing() if clients_of_store else []
     except ImproperlyConfigured as error:
-        return [Error(str(error), id="django_fencing.E002")]
+        hint = "Name a cache in Redis in FENCING['CACHE'], or another store in FENCING['STORE']."
+        return [Error(str(error), hint=hint, id="django_fencing.E002")]
     return [*_shared_database(shared), *_closed_connections(clients_of_store), *_short_memory()]
 
 

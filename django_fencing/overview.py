@@ -3,7 +3,7 @@
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from itertools import repeat
 from typing import Any, cast
 from urllib.parse import unquote
@@ -25,8 +25,11 @@ from django_fencing.stores.base import Listed, Look, get_store
 
 PER_PAGE = 25
 
+# What lapsed longer ago stays in the store until it is trimmed, and is of no interest.
+_LAPSED_SINCE = timedelta(hours=1)
+
 # Seconds that each step waits for the store.
-_PATIENCE = 0.8
+_PATIENCE = 0.5
 
 
 # Of the key in a lease only so many characters are certain not to be cut.
@@ -121,7 +124,8 @@ def overview(
 
 def _listed(listed: Sequence[Listed], search: str) -> list[tuple[str, Listed]]:
     """Return the resources of this tenant whose name matches, with their names."""
-    named = ((_name(item), item) for item in listed)
+    recent = datetime.now(UTC) - _LAPSED_SINCE
+    named = ((_name(item), item) for item in listed if item.ends > recent)
     wanted = search.casefold()
     return [(name, item) for name, item in named if name and wanted in name.casefold()]
 

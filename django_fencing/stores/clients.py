@@ -1,5 +1,6 @@
 """Which redis-py client the settings name, and which server and database it talks to."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,6 +21,12 @@ from django_fencing.conf import conf
 # Replies come as bytes whatever `decode_responses` the client has: a value that another program
 # wrote need not be text.
 RAW: dict[str, Any] = {NEVER_DECODE: []}
+
+# Lets a connection not tell the server which library it is of: redis-py 7 has renamed the option.
+_NAMING = inspect.signature(redis.connection.AbstractConnection.__init__).parameters
+_UNNAMED = dict.fromkeys(
+    ["driver_info"] if "driver_info" in _NAMING else ["lib_name", "lib_version"]
+)
 
 # All that a command may raise where the server cannot be asked.
 FAILURES = (redis.RedisError, RedisClusterException, OSError)
@@ -90,6 +97,7 @@ def impatient(seconds: float) -> Iterator[Any]:
         return
     options = {key: value for key, value in pool.connection_kwargs.items() if _addresses(key)}
     options |= {"socket_timeout": seconds, "retry": Retry(NoBackoff(), 0)}
+    options |= {"protocol": 2, **_UNNAMED}  # neither HELLO nor CLIENT SETINFO: a round trip each
     if "path" not in options:
         options["socket_connect_timeout"] = seconds
     own = redis.ConnectionPool(connection_class=pool.connection_class, **options)
