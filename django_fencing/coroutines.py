@@ -7,6 +7,7 @@ from typing import Any
 
 from asgiref.sync import ThreadSensitiveContext, async_to_sync, iscoroutinefunction, sync_to_async
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.views import View
 
 from django_fencing import flow
@@ -68,10 +69,15 @@ async def in_thread(call: Callable[[threading.Event], Any]) -> Any:
 
 def _leaving_no_connection(call: Callable[[], Any]) -> Any:
     """Close the connections that `call` has opened: the thread may end without closing them."""
-    before = connections.all(initialized_only=True)
+    before = _open_connections()
     try:
         return call()
     finally:
-        for connection in connections.all(initialized_only=True):
+        for connection in _open_connections():
             if connection not in before:
                 connection.close()
+
+
+def _open_connections() -> list[BaseDatabaseWrapper]:
+    known = connections.all(initialized_only=True)
+    return [connection for connection in known if connection.connection is not None]

@@ -318,6 +318,22 @@ def test_decorated_coroutines_nest_and_gather(name: str) -> None:
     assert Job.objects.filter(note=name).count() == 5
 
 
+def test_calls_that_share_a_thread_leave_no_connection_open(name: str) -> None:
+    """As in one request, whose thread ends without closing any: not the second call's either."""
+
+    @with_fenced_lock(name + ":{number}")
+    async def work(number: int) -> str:
+        return current_lease().resource
+
+    async def main() -> list[str]:
+        async with ThreadSensitiveContext():
+            done = [await work(1), await work(2)]
+            assert await in_thread(lambda: connection.connection)() is None
+        return done
+
+    assert run(main) == [f"{name}:1", f"{name}:2"]
+
+
 def test_many_coroutines_keep_their_calls_apart(name: str) -> None:
     """On ten resources all of them run at the same time, each with its own lease."""
 

@@ -15,11 +15,11 @@ import pytest
 from django.db import connection
 
 from django_fencing.decorators import with_fenced_lock
-from django_fencing.exceptions import InvalidResource, LockHeld
+from django_fencing.exceptions import InsideTransaction, InvalidResource, LockHeld
 from django_fencing.leases import Lease, current_lease
 from django_fencing.locks import fenced_lock
 from django_fencing.models import Fence
-from tests.helpers import SECONDS, counted_calls, in_threads
+from tests.helpers import SECONDS, counted_calls, in_threads, keys_of
 from tests.shop.models import Job
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -234,6 +234,25 @@ def test_a_lock_that_the_body_finds_held_is_the_bodys_own_error(name: str) -> No
 
     with fenced_lock(name), pytest.raises(LockHeld, match=name):
         work()
+
+
+def test_two_locks_are_taken_from_the_outside_in(name: str, client: Any) -> None:
+    """The inner one held: the outer one is released. The outer may not be a transaction."""
+
+    @with_fenced_lock(name + ":outer", atomic=False)
+    @with_fenced_lock(name + ":inner")
+    def work() -> str:
+        return current_lease().resource
+
+    assert work() == f"{name}:inner"
+    with fenced_lock(f"{name}:inner"):
+        (refused,) = in_threads(work)
+    assert isinstance(refused, LockHeld)
+    assert not client.exists(keys_of(f"{name}:outer").lease)
+
+    with pytest.raises(InsideTransaction):
+        with_fenced_lock(name)(work)()
+    assert not client.exists(keys_of(name).lease, keys_of(f"{name}:outer").lease)
 
 
 def test_the_function_keeps_its_face(name: str) -> None:
