@@ -1,6 +1,7 @@
 """with_fenced_lock on tasks: those of Celery, and those of Django 6."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from celery import Celery
 from celery.backends.base import Backend
 from celery.contrib.testing.worker import start_worker
+from celery.signals import setup_logging
 
 from django_fencing.decorators import with_fenced_lock
 from django_fencing.exceptions import (
@@ -196,6 +198,22 @@ def test_errors_in_json_keep_their_kind_and_their_message(app: Celery, error: Fe
     assert found.args == error.args
 
 
+@contextmanager
+def working(app: Celery) -> Iterator[None]:
+    """Run a worker in a thread, which leaves the logging of the other tests as it is."""
+
+    def leave_logging(**kwargs: Any) -> None:
+        """Celery configures no logging where anybody says that they do."""
+
+    setup_logging.connect(leave_logging)
+    try:
+        with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=SECONDS):
+            yield
+    finally:
+        setup_logging.disconnect(leave_logging)
+        logging.captureWarnings(False)
+
+
 @pytest.mark.django_db(transaction=True)  # with all apps, which a worker checks when it starts
 def test_a_worker_retries_and_tells_what_became_of_it(app: Celery, organization: str) -> None:
     """Over a broker: one task gets the lock at its third try, another gives up."""
@@ -208,7 +226,7 @@ def test_a_worker_retries_and_tells_what_became_of_it(app: Celery, organization:
         if count == 2:
             held.release()
 
-    with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=SECONDS):
+    with working(app):
         with refusals(let_go) as refused:
             assert charge.delay(organization).get(SECONDS) == 2
         with refusals() as hopelessly:
