@@ -108,7 +108,8 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     The fence is shown and cannot be edited. Saving takes the row's lock without waiting, and
     is one fenced transaction, inlines included. Where somebody else holds the lock, or has
-    held it since the form was opened, the form says so and nothing is saved.
+    registered since the form was opened, the form says so and nothing is saved. What a holder
+    writes that had registered before the form was opened is not noticed.
 
     What the form was made from is sent back by `shown_fence_token`: fieldsets that leave it out
     are saved under the lock, and without that comparison.
