@@ -5,7 +5,7 @@ import inspect
 import string
 from collections.abc import Callable
 from datetime import date
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 from django.db import models
@@ -34,10 +34,14 @@ class Call:
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of `function` as it is called, whatever it claims to wrap."""
-    inner: Any = inspect.unwrap(function, stop=_is_called_otherwise)
+    inner: Any = inspect.unwrap(function, stop=_says_how_it_is_called)
     if isinstance(inner, functools.partial):
         inner = functools.partial(inner.func, *inner.args, **inner.keywords)
     return inspect.signature(inner, follow_wrapped=not _is_called_otherwise(inner))
+
+
+def _says_how_it_is_called(function: Any) -> bool:
+    return hasattr(function, "__signature__") or _is_called_otherwise(function)
 
 
 def _is_called_otherwise(function: Any) -> bool:
@@ -94,7 +98,7 @@ class _Template:
             self._pieces = list(string.Formatter().parse(text))
         except ValueError as error:
             raise InvalidResource(f"The name {text!r} is no template: {error}.") from error
-        self._text = text
+        self._text = text or checked(text)
         self._signature = signature
         for _, field, specification, conversion in self._pieces:
             if field is None:
@@ -143,11 +147,19 @@ def _value_in_name(parameter: str, given: Any) -> str:
         value = None if value._state.adding else value.pk
     if isinstance(value, date):
         value = value.isoformat()
-    if not isinstance(value, str | int | UUID) or value == "":
+    if isinstance(value, bool) or not isinstance(value, str | int | UUID) or value == "":
         raise InvalidResource(
             f"The parameter {parameter!r} gives no name: it must be a text that is not empty, a "
             f"whole number, a date, a UUID or a saved row, not {given!r}."
         )
-    # A member of a text enumeration stands for its value.
-    text = "".join((value,)) if isinstance(value, str) else str(value)
-    return encoded(checked(text), readable="-._~")
+    return encoded(checked(_text(value)), readable="-._~")
+
+
+def _text(value: str | int | UUID) -> str:
+    """Return the value as text; a member of an enumeration stands for its value."""
+    if issubclass(type(value), str):  # not a lazy object that passes for one
+        return "".join((cast("str", value),))
+    try:
+        return int.__repr__(value) if issubclass(type(value), int) else str(value)
+    except ValueError as error:  # Python writes no number of more than 4,300 digits
+        raise InvalidResource(f"A number is too long for a name: {error}.") from error

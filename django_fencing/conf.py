@@ -30,7 +30,7 @@ class Conf:
     """One property per setting. Durations are seconds."""
 
     def __init__(self) -> None:
-        self._checked: object = None  # the FENCING whose keys are known to be right
+        self._checked: object = object()  # the FENCING whose keys are known to be right
 
     @property
     def cache(self) -> str:
@@ -142,5 +142,6 @@ conf = Conf()
 def validate() -> None:
     """Read every setting. A callable is not called: which tenant it is may not be known yet."""
     conf._namespace_of()
-    for key in DEFAULTS.keys() - {"NAMESPACE"}:
-        getattr(conf, key.lower())
+    for key in DEFAULTS:
+        if key != "NAMESPACE":
+            getattr(conf, key.lower())

@@ -72,6 +72,8 @@ def _leaving_no_connection(call: Callable[[], Any]) -> Any:
     before = _open_connections()
     try:
         return call()
+    except StopIteration as error:  # a future cannot hold it, and who awaits it waits for ever
+        raise RuntimeError("a function under the lock raised StopIteration") from error
     finally:
         for connection in _open_connections():
             if connection not in before:

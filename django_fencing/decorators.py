@@ -2,10 +2,12 @@
 
 import functools
 import inspect
+import math
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, _GeneratorContextManagerBase
 from dataclasses import dataclass
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from django.core.management.base import BaseCommand
@@ -18,10 +20,13 @@ from django_fencing.http import OwnTransactions, ViewCall, request_of
 from django_fencing.leases import Lease
 from django_fencing.locks import FencedLock
 from django_fencing.resources import ResourceLike
-from django_fencing.timing import Duration
+from django_fencing.timing import Duration, seconds
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# What a wrapped generator function returns: its body has not begun.
+_RUNS_LATER = (GeneratorType, AsyncGeneratorType, _GeneratorContextManagerBase)
 
 OnHeld = Literal["raise", "skip"] | Callable[[LockHeld], Any]
 
@@ -71,8 +76,18 @@ def with_fenced_lock(
 
     if isinstance(resource, type):
         raise TypeError(f"A resource is not a class: pass a row or ({resource.__name__}, pk).")
+    for name, length in (("ttl", ttl), ("wait", wait)):
+        if length is not None:  # how long it may be is known at the call
+            seconds(name, length, most=math.inf, zero=name == "wait")
 
-    def decorate(function: Callable[P, R]) -> Callable[..., R]:
+    def decorate(*functions: Callable[P, R], **options: Any) -> Callable[..., R]:
+        if len(functions) != 1 or options:
+            label = calls.label_of(resource) if callable(resource) else "the function"
+            raise TypeError(
+                f"with_fenced_lock was used without its resource: write "
+                f'@with_fenced_lock("name") above {label}.'
+            )
+        (function,) = functions
         _refuse_undecoratable(function)
         signature = calls.signature_of(function)
         takes_lease = calls.takes_lease(signature)
@@ -177,11 +192,12 @@ class _Work:
         if cancelled is not None:
             return coroutines.as_function(self.function, lease, cancelled)(*args, **kwargs)
         result = self.function(*args, **kwargs)
-        if inspect.isawaitable(result):
-            if inspect.iscoroutine(result):
+        if inspect.isawaitable(result) or isinstance(result, _RUNS_LATER):
+            if isinstance(result, CoroutineType | GeneratorType):
                 result.close()
+            kind = "coroutine" if inspect.isawaitable(result) else "generator"
             raise TypeError(
-                f"{self.label} is no coroutine function and has returned {result!r}, which would "
+                f"{self.label} is no {kind} function, but has returned {result!r}, which would "
                 f"run after the lock is released."
             )
         return result

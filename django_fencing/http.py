@@ -56,7 +56,11 @@ _dropped: deque[Callable[[], None]] = deque()
 def end_dropped_streams(**kwargs: Any) -> None:
     """End the leases of streams that were dropped before they were closed."""
     while _dropped:
-        _dropped.popleft()()
+        try:
+            end = _dropped.popleft()
+        except IndexError:  # another thread has just taken the last one
+            return
+        end()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +162,7 @@ class OwnTransactions(set[str]):
             yield
 
     def _to_open(self, request: HttpRequest, fenced: str) -> Iterator[str]:
-        match = request.resolver_match
+        match = getattr(request, "resolver_match", None)
         # Said above this decorator, of the view that the URL leads to.
         said = set(getattr(match.func, "_non_atomic_requests", ())) if match else set()
         for alias, options in connections.settings.items():

@@ -4,9 +4,9 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext
 
-from django.db import DatabaseError, connections, transaction
+from django.db import connections, transaction
 from django.dispatch import Signal
 
 from django_fencing.resources import Resource
@@ -45,12 +45,12 @@ class LeaseSignal(Signal):
         if not self.has_listeners(resource.row_model):
             return
         values = {"resource": resource.name, **values}
-        if not connections[resource.alias].in_atomic_block:
-            self.send_robust(resource.row_model, **values)
-            return
-        # A statement of a receiver that fails must not abort the transaction of the body.
-        with suppress(DatabaseError), transaction.atomic(using=resource.alias):
-            self.send_robust(resource.row_model, **values)
+        try:
+            # A statement of a receiver that fails must not abort the transaction of the body.
+            with _savepoint(resource.alias):
+                self.send_robust(resource.row_model, **values)
+        except Exception:
+            logger.exception("%s", key_values("receiver_failed", {"signal": self.name}))
 
 
 # lease: its token is final unless it was acquired with register=False
@@ -73,6 +73,10 @@ lease_lost = LeaseSignal("lease_lost", logging.WARNING)
 
 # lease, error: the StaleToken by which the database has refused a fenced transaction
 token_refused = LeaseSignal("token_refused", logging.INFO)
+
+
+def _savepoint(alias: str) -> AbstractContextManager[None]:
+    return transaction.atomic(using=alias) if connections[alias].in_atomic_block else nullcontext()
 
 
 def key_values(event: str, values: Mapping[str, object]) -> str:

@@ -21,6 +21,8 @@ from django.test.utils import isolate_apps
 from services import Services
 
 from django_fencing.admin import FencedResourceAdmin
+from django_fencing.checks import check_settings
+from django_fencing.conf import conf
 from django_fencing.models import FencedResource
 from tests.helpers import counted_calls
 from tests.shop.models import Composite, Job, Plain
@@ -141,9 +143,11 @@ def test_a_setting_that_means_nothing_is_an_error(key: str, value: Any) -> None:
     assert key in message.msg
 
 
-def test_a_setting_that_is_no_dictionary_is_an_error() -> None:
+@pytest.mark.parametrize("given", [["TTL"], None], ids=repr)
+def test_a_setting_that_is_no_dictionary_is_an_error(given: Any) -> None:
     """E001 says what it must be."""
-    with override_settings(FENCING=["TTL"]):
+    conf.__init__()  # as in a new process
+    with override_settings(FENCING=given):
         messages = checks.run_checks()
 
     assert [message.id for message in messages if message.obj is not Composite] == [
@@ -164,6 +168,28 @@ def test_the_tenant_is_not_asked_for(namespace: Any) -> None:
 
 
 # Where the leases are kept
+
+
+# Its client is not installed.
+MEMCACHED = "django.core.cache.backends.memcached.PyMemcacheCache"
+
+
+@pytest.mark.parametrize("backend", [f"{DJANGO_REDIS}s", "missing.cache.Cache", MEMCACHED])
+def test_a_cache_that_cannot_be_imported_is_an_error(backend: str) -> None:
+    """E002 names the alias, whatever Django's own checks make of it."""
+    with override_settings(CACHES={"default": {"BACKEND": backend, "LOCATION": "x"}}):
+        message = only(check_settings())
+
+    assert message.id == "django_fencing.E002"
+    assert message.msg.startswith("FENCING['CACHE'] is 'default': ")
+
+
+@pytest.mark.parametrize("backend", [f"{DJANGO_REDIS}s", "missing.cache.Cache", MEMCACHED])
+def test_another_cache_that_cannot_be_imported_is_none_of_ours(backend: str) -> None:
+    """Django says so."""
+    others = {"other": {"BACKEND": backend, "LOCATION": "x"}}
+    with override_settings(CACHES={"default": redis_at(CLOSED_PORT), **others}):
+        assert check_settings() == []
 
 
 @pytest.mark.parametrize("cache", OTHERS_THAN_REDIS.values(), ids=OTHERS_THAN_REDIS.keys())

@@ -334,6 +334,23 @@ def test_calls_that_share_a_thread_leave_no_connection_open(name: str) -> None:
     assert run(main) == [f"{name}:1", f"{name}:2"]
 
 
+def test_a_callable_that_finds_nothing_hangs_nobody(name: str) -> None:
+    """A future cannot hold StopIteration, and whoever awaits it would wait for ever."""
+
+    @with_fenced_lock(lambda: next(iter([])))
+    async def unnamed() -> None:
+        pytest.fail("The body ran.")
+
+    @with_fenced_lock(name, on_held=lambda held: next(iter([])))
+    async def refused() -> None:
+        pytest.fail("The body ran.")
+
+    with fenced_lock(name):
+        for work in (unnamed, refused):
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                run(work)
+
+
 def test_many_coroutines_keep_their_calls_apart(name: str) -> None:
     """On ten resources all of them run at the same time, each with its own lease."""
 

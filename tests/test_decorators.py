@@ -5,14 +5,16 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from datetime import date
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any
 from uuid import UUID
 
 import pytest
 from django.db import connection
+from django.utils.functional import SimpleLazyObject
 
 from django_fencing.decorators import with_fenced_lock
 from django_fencing.exceptions import InsideTransaction, InvalidResource, LockHeld
@@ -27,6 +29,10 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 class Size(StrEnum):
     BIG = "big"
+
+
+class Kind(int, Enum):
+    ONE = 1
 
 
 def test_the_body_is_one_fenced_transaction(name: str) -> None:
@@ -100,6 +106,8 @@ def test_positional_and_keyword_calls_lock_one_name(name: str) -> None:
         (date(2026, 11, 30), "2026-11-30"),
         (UUID(int=1), "00000000-0000-0000-0000-000000000001"),
         (Size.BIG, "big"),
+        (Kind.ONE, "1"),
+        pytest.param(SimpleLazyObject(lambda: "lazy"), "lazy", id="lazy"),
     ],
     ids=repr,
 )
@@ -126,7 +134,21 @@ def test_a_saved_row_gives_its_primary_key(name: str, job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, "", 1.5, ..., Job(), Job(pk=7), b"x", ["x"], "a\0"], ids=repr
+    "value",
+    [
+        None,
+        "",
+        1.5,
+        ...,
+        True,
+        Job(),
+        Job(pk=7),
+        b"x",
+        ["x"],
+        "a\0",
+        pytest.param(10**5000, id="too many digits"),
+    ],
+    ids=repr,
 )
 def test_values_that_name_nothing_are_refused_before_anything_is_sent(
     name: str, value: Any
@@ -250,6 +272,13 @@ def test_two_locks_are_taken_from_the_outside_in(name: str, client: Any) -> None
     assert isinstance(refused, LockHeld)
     assert not client.exists(keys_of(f"{name}:outer").lease)
 
+    @with_fenced_lock(name + ":outer:{number}", atomic=False)
+    @with_fenced_lock(name + ":inner:{number}")
+    def number_of(number: int, *, lease: Lease) -> str:
+        return lease.resource
+
+    assert number_of(7) == number_of(number=7) == f"{name}:inner:7"
+
     with pytest.raises(InsideTransaction):
         with_fenced_lock(name)(work)()
     assert not client.exists(keys_of(name).lease, keys_of(f"{name}:outer").lease)
@@ -310,6 +339,56 @@ def test_what_is_no_resource_is_refused_at_decoration(resource: Any) -> None:
     """A class is callable, but it is no way to find a row."""
     with pytest.raises(TypeError, match="A resource is "):
         with_fenced_lock(resource)(lambda: None)
+
+
+def test_what_would_run_after_the_lock_is_refused_though_a_wrapper_hides_it(
+    name: str, client: Any
+) -> None:
+    """A generator has not begun when it is returned, nor has a context manager made of one."""
+
+    def rows() -> Iterator[int]:
+        pytest.fail("The body ran.")
+        yield 1
+
+    async def later() -> AsyncIterator[int]:
+        pytest.fail("The body ran.")
+        yield 1
+
+    def wrapped(function: Callable[[], Any]) -> Callable[[], Any]:
+        return functools.wraps(function)(lambda: function())
+
+    wrappers = [wrapped(rows), wrapped(later), contextmanager(rows), asynccontextmanager(later)]
+    for function in wrappers:
+        with pytest.raises(TypeError, match="would run after the lock is released"):
+            with_fenced_lock(name)(function)()
+        assert not client.exists(keys_of(name).lease)
+
+    assert with_fenced_lock(name)(wrapped(lambda: [*map(str, range(2))]))() == ["0", "1"]
+
+
+def test_a_decorator_without_its_resource_says_so() -> None:
+    """The function has taken the place of the resource, whatever it is called with."""
+    without = with_fenced_lock(test_on_held_is_checked_at_decoration)
+
+    for args, options in [((), {}), ((), {"verbosity": 1}), ((1, 2), {}), ((len,), {"pk": 1})]:
+        with pytest.raises(TypeError, match="without its resource.*above .*checked_at_decoration"):
+            without(*args, **options)
+
+
+@pytest.mark.parametrize("length", ["30", True, 0, -1, float("nan"), 0.0001], ids=repr)
+def test_a_length_that_means_nothing_is_refused_at_decoration(length: Any) -> None:
+    """No request has to find it."""
+    with pytest.raises((TypeError, ValueError), match="ttl must be "):
+        with_fenced_lock("name", ttl=length)
+    if length != 0:
+        with pytest.raises((TypeError, ValueError), match="wait must be "):
+            with_fenced_lock("name", wait=length)
+
+
+def test_an_empty_name_is_refused_at_decoration() -> None:
+    """It would lock what everybody else locks who has forgotten it."""
+    with pytest.raises(InvalidResource, match="must not be empty"):
+        with_fenced_lock("")(lambda: None)
 
 
 def test_on_held_is_checked_at_decoration() -> None:

@@ -1,16 +1,19 @@
 """with_fenced_lock on views: what they answer, their transactions, their streams."""
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
 import re
 import threading
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from wsgiref.util import FileWrapper
 
 import pytest
@@ -38,6 +41,7 @@ from rest_framework.routers import SimpleRouter
 from rest_framework.views import APIView
 from rest_framework.viewsets import ViewSet
 
+from django_fencing import http
 from django_fencing.decorators import with_fenced_lock
 from django_fencing.exceptions import (
     InsideTransaction,
@@ -1389,6 +1393,22 @@ def test_a_stream_of_an_asynchronous_view_keeps_the_lease(name: str) -> None:
     with serving(view):
         assert asyncio.run(main()) == [b"1", 409, b"2", 200]
     assert is_free(name)
+
+
+def test_another_request_may_end_the_last_dropped_stream_meanwhile() -> None:
+    """The threads of a server share what was dropped: between the look and the taking it goes."""
+
+    class TakenMeanwhile(deque[Any]):
+        def __len__(self) -> int:
+            return super().__len__() or 1
+
+    ended: list[int] = []
+    dropped = TakenMeanwhile([functools.partial(ended.append, number) for number in range(3)])
+
+    with mock.patch.object(http, "_dropped", dropped):
+        http.end_dropped_streams()
+
+    assert ended == [0, 1, 2]
 
 
 def test_a_stream_that_a_middleware_replaces_frees_the_lock(name: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Signals and the log: each event once, and nobody who listens can break the lock."""
 
+import asyncio
 import json
 import logging
 import os
@@ -548,6 +549,30 @@ def test_a_receiver_may_take_a_lock_and_ask_the_database(resource: ResourceLike,
     counts = {one: Job.objects.filter(note=one).count() for one in NAMES}
     assert counts["lease_acquired"] == counts["lease_released"] == len(WAYS) + 1
     assert counts["lock_contended"] == 1
+
+
+def test_a_coroutine_function_that_receives_on_the_event_loop_breaks_nothing(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Django cannot call it there: neither the block nor its own error may notice."""
+
+    async def receive(**kwargs: Any) -> None: ...
+
+    async def main() -> None:
+        with fenced_lock(name, register=False) as lease:
+            lease.extend()
+            raise KeyError(name)
+
+    with receiving(receive), pytest.raises(KeyError):
+        asyncio.run(main())
+
+    failed = [line for line in caplog.messages if line.startswith("receiver_failed ")]
+    assert [line.partition("signal=")[2] for line in failed] == [
+        "lease_acquired",
+        "lease_extended",
+        "lease_released",
+    ]
+    assert fenced_lock(name).acquire().release()
 
 
 def test_a_receiver_may_take_the_lock_that_was_released(resource: ResourceLike) -> None:

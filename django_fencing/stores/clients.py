@@ -32,6 +32,10 @@ _UNNAMED = dict.fromkeys(
 FAILURES = (redis.RedisError, RedisClusterException, OSError)
 
 
+# What a cache raises whose module, or whose own client, is not there.
+_NO_CACHE = (InvalidCacheBackendError, ImportError)
+
+
 class Server(NamedTuple):
     """What a server says of itself; None where it does not."""
 
@@ -47,7 +51,7 @@ def client() -> Any:
         return factory()
     try:
         cache = caches[conf.cache]
-    except InvalidCacheBackendError as error:
+    except _NO_CACHE as error:
         raise ImproperlyConfigured(f"FENCING['CACHE'] is {conf.cache!r}: {error}") from error
     found = _client_of(cache)
     if found is None:
@@ -118,7 +122,7 @@ def sharing() -> list[str]:
         return []
     mine = _database_of(client())
     others = [alias for alias in settings.CACHES if alias != conf.cache]
-    return [alias for alias in others if mine and _database_of(_client_of(caches[alias])) == mine]
+    return [alias for alias in others if mine and _database_of_cache(alias) == mine]
 
 
 def closes_after_requests() -> bool:
@@ -161,6 +165,13 @@ def _client_of(cache: Any) -> Any:
     if isinstance(used, DefaultClient) and not isinstance(used, ShardClient):
         return used.get_client(write=True)
     return None
+
+
+def _database_of_cache(alias: str) -> tuple[Any, ...] | None:
+    try:
+        return _database_of(_client_of(caches[alias]))
+    except _NO_CACHE:
+        return None
 
 
 def _database_of(client: Any) -> tuple[Any, ...] | None:
