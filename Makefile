@@ -1,7 +1,7 @@
 # make demo | test | check      VENV=… PYTHON=… PIN="…" give a separate environment
 VENV ?= .venv
 PYTHON ?= python3
-# Versions to hold down, for the oldest set: PIN="Django==5.2.* redis==5.2.*"
+# Versions to hold down, for the oldest set: PIN="Django==5.2.* redis==5.2.* asgiref==3.9.*"
 PIN ?=
 ARGS ?=
 

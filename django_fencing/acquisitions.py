@@ -67,6 +67,9 @@ class Acquisition:
                 self._announce(lease, rest)  # outside of the transaction
                 try:
                     lease._open(fenced, rest)
+                except StaleToken as error:
+                    lease._refused(error)
+                    raise
                 except (NotRegistered, LeaseLost) as error:
                     lease._lose(f"it could not be registered: {error}")
                     raise

@@ -1,33 +1,31 @@
 """The admin: the page of the fence tokens, and forms that save under the row's lock."""
 
 import copy
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from django.contrib import admin
 from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import flatten_fieldsets, quote, unquote
 from django.contrib.auth import get_permission_codename
 from django.core.checks import CheckMessage, Error
-from django.core.exceptions import PermissionDenied, ValidationError
+from django.core.exceptions import PermissionDenied
 from django.db import models
 from django.http import HttpRequest
 from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.decorators import method_decorator
-from django.utils.html import format_html
+from django.utils.html import format_html, format_html_join
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 from django.views.decorators.csrf import csrf_protect
 
-from django_fencing import http
-from django_fencing.exceptions import FencingError, InvalidResource, LeaseLost, LockHeld
+from django_fencing import forms, http
+from django_fencing.exceptions import InvalidResource
 from django_fencing.locks import FencedLock
-from django_fencing.models import Fence, FencedResource
+from django_fencing.models import FENCE_FIELDS, Fence, FencedResource
 from django_fencing.overview import fenced_models, overview
-
-# The token of the row that a form was made from.
-_SEEN = "_fence_token"
 
 _SHOWN_FENCE = ("shown_fence_token", "last_fence_holder")
 
@@ -108,11 +106,8 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     The fence is shown and cannot be edited. Saving takes the row's lock without waiting, and
     is one fenced transaction, inlines included. Where somebody else holds the lock, or has
-    registered since the form was opened, the form says so and nothing is saved. What a holder
-    writes that had registered before the form was opened is not noticed.
-
-    What the form was made from is sent back by `shown_fence_token`: fieldsets that leave it out
-    are saved under the lock, and without that comparison.
+    registered or changed what the form would write since it was opened, the form says so and
+    nothing is saved.
 
     Adding and deleting take no lock, nor do actions and list_editable, which is refused.
     """
@@ -129,21 +124,45 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     ) -> Any:
         """Show the form; save what it sends under the lock."""
         rest = (object_id, form_url, extra_context)
-        view: Any = super().changeform_view
         row = self._row_to_save(request, object_id)
-        if row is not None:
-            acquisition = self._lock(request, row).ask()
-            with acquisition.undone(), ExitStack() as held:
-                try:
-                    held.enter_context(acquisition.opened())
-                except (*http.ANSWERED, InvalidResource) as error:
-                    refused = self._refusing(request, error)
-                    view = super(FencedResourceAdmin, refused).changeform_view
-                else:
-                    with self.transactions.opened(request, acquisition.resource.alias):
-                        return view(request, *rest)
-        with self.transactions.opened(request):
-            return view(request, *rest)
+        seen = forms.token_in(request.POST)
+        if row is None or seen is None:
+            view = self if row is None else self._comparing(forms.refusal_of(None))
+            with self.transactions.opened(request):
+                return super(FencedResourceAdmin, view).changeform_view(request, *rest)
+        lock = FencedLock(resource=row, wait=0, register=False, function=self._name, seen=seen)
+        acquisition = lock.ask()
+        with acquisition.undone(), ExitStack() as held:
+            try:
+                held.enter_context(acquisition.opened())
+            except (*http.ANSWERED, InvalidResource) as error:
+                view, alias = self._comparing(forms.refusal_of(error)), ""
+            else:
+                view, alias = self._comparing(), acquisition.resource.alias
+            with self.transactions.opened(request, alias):
+                return super(FencedResourceAdmin, view).changeform_view(request, *rest)
+
+    def render_change_form(
+        self,
+        request: HttpRequest,
+        context: Any,
+        add: bool = False,
+        change: bool = False,
+        form_url: str = "",
+        obj: Any = None,
+    ) -> Any:
+        """Show the fence, whatever the fieldsets are, and let the form send it back."""
+        if obj is not None:
+            shown = context["adminform"]
+            formsets = [inline.formset for inline in context["inline_admin_formsets"]]
+            if forms.is_refused(shown.form, formsets):
+                obj.fence_sent_back = forms.sent_back(request.POST, shown.form, formsets)
+            else:
+                obj.fence_sent_back = forms.made_from(obj, shown.form, formsets)
+            if _SHOWN_FENCE[0] not in flatten_fieldsets(shown.fieldsets):
+                shown.fieldsets = [*shown.fieldsets, (_("Fence"), {"fields": _SHOWN_FENCE})]
+            shown.readonly_fields = [*dict.fromkeys([*shown.readonly_fields, *_SHOWN_FENCE])]
+        return super().render_change_form(request, context, add, change, form_url, obj)
 
     def get_urls(self) -> Any:
         """Let Django open no transaction of ATOMIC_REQUESTS around the form."""
@@ -157,23 +176,19 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Leave the fence to a section of its own."""
         return [field for field in super().get_fields(request, obj) if field not in _SHOWN_FENCE]
 
-    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Add the section with the fence, unless the fieldsets have it."""
-        fieldsets = [*super().get_fieldsets(request, obj)]
-        if obj is None or _SHOWN_FENCE[0] in flatten_fieldsets(fieldsets):
-            return fieldsets
-        return [*fieldsets, (_("Fence"), {"fields": _SHOWN_FENCE})]
-
     def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         """Add the fence to what cannot be edited."""
         return [*dict.fromkeys([*super().get_readonly_fields(request, obj), *_SHOWN_FENCE])]
 
     @admin.display(description=gettext_lazy("last fence token"))
     def shown_fence_token(self, row: FencedResource) -> str:
-        """Show the token, and let the form send it back."""
-        seen = getattr(row, "fence_seen", row.last_fence_token)
-        hidden = '{}<input type="hidden" name="{}" value="{}">'
-        return format_html(hidden, row.last_fence_token, _SEEN, seen)
+        """Show the token, and what the form is to send back."""
+        hidden = format_html_join(
+            "",
+            '<input type="hidden" name="{}" value="{}">',
+            getattr(row, "fence_sent_back", {}).items(),
+        )
+        return format_html("{}{}", row.last_fence_token, hidden)
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
         """Refuse a model without a fence, and list_editable, which saves without the lock."""
@@ -200,60 +215,37 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         row = self.get_object(request, unquote(object_id), to_field)
         return row if row is not None and self.has_change_permission(request, row) else None
 
-    def _lock(self, request: HttpRequest, row: FencedResource) -> FencedLock:
-        seen = request.POST.get(_SEEN, "")
-        return FencedLock(
-            resource=row,
-            wait=0,
-            register=False,
-            function=f"{type(self).__module__}.{type(self).__qualname__}",
-            seen=int(seen) if seen.isdecimal() and len(seen) < 20 else None,
-        )
+    @property
+    def _name(self) -> str:
+        return f"{type(self).__module__}.{type(self).__qualname__}"
 
-    def _refusing(self, request: HttpRequest, error: FencingError) -> "FencedResourceAdmin":
-        """Return an admin like this one, whose form says why it is refused and is never valid."""
-        # What a subclass has overridden is asked here, and cannot let the form pass.
+    def _comparing(self, refusal: str = "") -> "FencedResourceAdmin":
+        """Return an admin like this one, whose forms are compared with what they were made from."""
+        # What a subclass has overridden is asked here, and cannot let a form pass.
         get_form: Any = self.get_form
+        get_formsets: Any = self.get_formsets_with_inlines
         get_object: Any = self.get_object
 
-        def refused_form(*args: Any, **kwargs: Any) -> Any:
-            form = get_form(*args, **kwargs)
-            return type(form)(form.__name__, (_RefusedForm, form), {"refusal": _refusal(error)})
+        def compared_form(*args: Any, **kwargs: Any) -> Any:
+            return forms.comparing(get_form(*args, **kwargs), refusal)
 
-        def row_as_opened(*args: Any, **kwargs: Any) -> Any:
+        def compared_formsets(request: HttpRequest, obj: Any = None) -> Iterator[Any]:
+            for formset, inline in get_formsets(request, obj):
+                writes = inline.has_change_permission(request, obj)
+                yield forms.comparing(formset) if writes and not refusal else formset, inline
+
+        def whole_row(*args: Any, **kwargs: Any) -> Any:
             row = get_object(*args, **kwargs)
-            if row is not None:
-                row.fence_seen = request.POST.get(_SEEN, "")
+            if row is not None and FENCE_FIELDS[0] in row.get_deferred_fields():
+                row.refresh_from_db(fields=FENCE_FIELDS)
+                row._note_fence()  # it was just read, under the row lock
             return row
 
-        refusing: Any = copy.copy(self)
-        refusing.get_form, refusing.get_object = refused_form, row_as_opened
-        return cast("FencedResourceAdmin", refusing)
+        compared: Any = copy.copy(self)
+        compared.get_form, compared.get_object = compared_form, whole_row
+        compared.get_formsets_with_inlines = compared_formsets
+        return cast("FencedResourceAdmin", compared)
 
 
 def _title(model: type[models.Model]) -> str:
     return _("names") if model is Fence else str(model._meta.verbose_name_plural)
-
-
-class _RefusedForm:
-    """Makes a form invalid."""
-
-    refusal: ClassVar[str]
-
-    def clean(self) -> None:
-        raise ValidationError(self.refusal, code="refused")
-
-
-def _refusal(error: FencingError) -> str:
-    """Say why nothing was saved, and what to do."""
-    if isinstance(error, LockHeld):
-        return _("Nothing was saved: somebody else is working on this. Try again in a moment.")
-    if isinstance(error, LeaseLost | InvalidResource):
-        return _(
-            "Nothing was saved: somebody else has worked on this since you opened the form. "
-            "Open it anew, and look at what has changed before you save."
-        )
-    return _(
-        "Nothing was saved: it cannot be told at the moment whether somebody else is working "
-        "on this. Try again in a moment."
-    )

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from asgiref.sync import ThreadSensitiveContext, async_to_sync, iscoroutinefunction, sync_to_async
@@ -59,12 +60,34 @@ async def in_thread(call: Callable[[threading.Event], Any]) -> Any:
     and the event that `call` is given is set.
     """
     cancelled = threading.Event()
+    begun = threading.Lock()  # for good, by the thread or by the cancellation that forestalls it
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def run() -> Any:
+        if not begun.acquire(blocking=False):
+            return None
+        try:
+            return _leaving_no_connection(lambda: call(cancelled))
+        finally:
+            loop.call_soon_threadsafe(ended.set_result, None)
+
     async with ThreadSensitiveContext():
         try:
-            return await sync_to_async(_leaving_no_connection)(lambda: call(cancelled))
+            return await sync_to_async(run)()
         except asyncio.CancelledError:
             cancelled.set()
+            if not begun.acquire(blocking=False):
+                # Leaving the context joins the thread, which blocks the loop, and the thread may
+                # be waiting for the loop; asgiref has awaited it since 3.12.1.
+                await _despite_cancelling(ended)
             raise
+
+
+async def _despite_cancelling(future: asyncio.Future[None]) -> None:
+    while not future.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.shield(future)
 
 
 def _leaving_no_connection(call: Callable[[], Any]) -> Any:

@@ -135,9 +135,7 @@ class Lease:
             try:
                 row = self._open(fenced)
             except StaleToken as error:
-                self._ending.lost = self._ending.told = True
-                line = {"token": self.token, "fence_token": error.fence_token}
-                token_refused.announce(self._resource, line, lease=self, error=error)
+                self._refused(error)
                 raise
             except NotRegistered as error:
                 self._ending.released = self._store.release(self._resource, self.holder)
@@ -219,6 +217,14 @@ class Lease:
     def _refuse_released(self) -> None:
         if self._ending.released is not None:
             raise self._over("it was released")
+
+    def _refused(self, error: StaleToken) -> None:
+        """Note that the database has refused a fenced transaction."""
+        self._ending.lost = self._ending.told = True
+        line = {"token": self.token, "fence_token": error.fence_token}
+        if error.token != self.token:  # it was compared with what the caller has seen
+            line = {"token": self.token, "seen": error.token, "fence_token": error.fence_token}
+        token_refused.announce(self._resource, line, lease=self, error=error)
 
     def _lose(self, reason: str) -> LeaseLost:
         """Note the loss, and return the error that says so."""

@@ -22,12 +22,13 @@ from django_fencing.leases import Lease
 from django_fencing.locks import fenced_atomic, fenced_lock
 from django_fencing.signals import lease_acquired, lease_released
 from tests.browser import fields_of, logged_in, superuser
-from tests.helpers import cache_at, counted_calls, expire, in_threads, keys_of
+from tests.helpers import cache_at, commit, counted_calls, expire, in_threads, keys_of
 from tests.shop.admin import JobAdmin
 from tests.shop.models import Entry, Job, UrgentJob
 
 HELD = "Nothing was saved: somebody else is working on this."
 MOVED = "Nothing was saved: somebody else has worked on this since you opened the form."
+UNSEEN = "Nothing was saved: this form does not say what it was made from"
 UNKNOWN = "Nothing was saved: it cannot be told at the moment"
 
 CLOSED_PORT = "redis://127.0.0.1:1?db=0"
@@ -131,6 +132,15 @@ def atomic_requests() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def registered(admin_class: Any) -> Iterator[None]:
+    """Let another admin show the jobs."""
+    site = admin.AdminSite()
+    site.register(Job, admin_class)
+    with override_settings(ROOT_URLCONF=(path("admin/", site.urls),)):
+        yield
+
+
 # The fence on the form
 
 
@@ -180,27 +190,49 @@ def test_a_forged_fence_changes_nothing(browser: Any, job: Job, token: str) -> N
     assert str(job.last_fence_holder) != forged["last_fence_holder"]
 
 
-@pytest.mark.parametrize("token", ["x", "-1", str(10**30), "9" * 19, "", None, "²", "٣", "1.5"])
-def test_a_forged_token_of_the_form_does_not_move_the_fence(
-    browser: Any, job: Job, token: str | None
-) -> None:
-    """Who forges it does without the comparison, and still saves under the lock."""
+@pytest.mark.parametrize("token", ["x", "-1", str(10**30), "", None, "²", "1.5"])
+def test_a_form_without_its_token_is_not_saved(browser: Any, job: Job, token: str | None) -> None:
+    """It cannot be told whether somebody has worked on the row since: no lock is taken."""
     form = opened(browser, job)
     del form["_fence_token"]
     given = {} if token is None else {"_fence_token": token}
 
-    response = sent(browser, job, form, amount=11, **given)
+    with counted_calls() as calls:
+        response = sent(browser, job, form, amount=11, **given)
+
+    assert_refused(response, UNSEEN)
+    assert_untouched(job)
+    assert calls == []
+
+
+@pytest.mark.parametrize("field", ["_fence_content", "entry_set-_fence_content"])
+@pytest.mark.parametrize("content", ["x", "é", "", None])
+def test_a_form_without_what_it_was_made_from_is_not_saved(
+    browser: Any, job: Job, field: str, content: str | None
+) -> None:
+    """It cannot be told whether it would overwrite anything."""
+    form = opened(browser, job)
+    del form[field]
+    given = {} if content is None else {field: content}
+
+    assert_refused(sent(browser, job, form, amount=11, **given), MOVED)
+    assert_untouched(job)
+
+
+def test_a_token_of_the_future_does_not_move_the_fence(browser: Any, job: Job) -> None:
+    """Who forges it does without the comparison of tokens, and still saves under the lock."""
+    response = sent(browser, job, opened(browser, job), amount=11, _fence_token="9" * 19)
 
     assert_saved(response, job, amount=11, last_fence_token=1)
 
 
 def test_a_forged_token_is_escaped_on_the_page(browser: Any, job: Job) -> None:
     """What a form has sent comes back as text."""
-    forged = {"_fence_token": '"><script>'}
-    with held_elsewhere(job):
-        response = sent(browser, job, opened(browser, job) | forged)
+    forged = {"_fence_token": '"><script>', "_fence_content": "</form>"}
 
-    assert_refused(response, HELD)
+    response = sent(browser, job, opened(browser, job) | forged)
+
+    assert_refused(response, UNSEEN)
     assert fields_of(response).items() >= forged.items()
 
 
@@ -422,6 +454,102 @@ def test_an_older_holder_that_registers_after_our_grant_is_noticed(
     assert (job.amount, job.note, job.last_fence_token) == (10, "theirs", older.token)
 
 
+def test_what_a_holder_writes_that_has_registered_before_is_noticed(
+    browser: Any, job: Job, client: Any
+) -> None:
+    """Its token is the one that the form shows, so the form's content is compared."""
+
+    def put_15() -> None:
+        Job.objects.update(amount=15)
+
+    (lease,) = in_threads(fenced_lock(job).acquire)
+    form = opened(browser, job)
+    assert in_threads(lambda: commit(lease, put_15)) == [None]
+    lease.release()
+
+    for _ in range(2):
+        response = sent(browser, job, form, note="mine")
+
+        assert_refused(response, MOVED)
+        form = fields_of(response)
+    job.refresh_from_db()
+    assert (job.amount, job.note) == (15, "ours")
+    assert not client.exists(keys_of(job).lease)
+
+    assert_saved(sent(browser, job, opened(browser, job), note="mine"), job, amount=15, note="mine")
+
+
+def test_what_a_holder_writes_beside_the_form_does_not_refuse_it(browser: Any, job: Job) -> None:
+    """The form writes its own fields only, so nothing is lost."""
+
+    class NoteAdmin(FencedResourceAdmin):
+        fields = ("note",)
+
+    def put_15() -> None:
+        Job.objects.update(amount=15)
+
+    (lease,) = in_threads(fenced_lock(job).acquire)
+    with registered(NoteAdmin):
+        form = opened(browser, job)
+        assert in_threads(lambda: commit(lease, put_15)) == [None]
+        lease.release()
+
+        assert_saved(sent(browser, job, form, note="mine"), job, amount=15, note="mine")
+
+
+@pytest.mark.parametrize("change", ["text", "row", "gone"])
+def test_what_a_holder_does_to_the_rows_of_an_inline_is_noticed(
+    browser: Any, job: Job, change: str
+) -> None:
+    """They are saved by the form as well. One that was added meanwhile is not overwritten."""
+    entry = Entry.objects.create(job=job, text="old")
+    (lease,) = in_threads(fenced_lock(job).acquire)
+    form = opened(browser, job)
+
+    def work() -> None:
+        with lease.atomic():
+            if change == "text":
+                Entry.objects.update(text="new")
+            elif change == "gone":
+                entry.delete()
+            else:
+                Entry.objects.create(job=job, text="another")
+
+    assert in_threads(work) == [None]
+    lease.release()
+    response = sent(browser, job, form, note="mine")
+
+    if change == "row":
+        assert_saved(response, job, note="mine")
+        assert Entry.objects.count() == 2
+    else:
+        assert_refused(response, MOVED)
+        assert [row.text for row in Entry.objects.all()] == ["new"] * (change == "text")
+
+
+def test_an_inline_that_the_user_may_not_change_is_not_compared(job: Job) -> None:
+    """The form does not write it."""
+    Entry.objects.create(job=job, text="old")
+    browser = logged_in("shop.change_job", "shop.view_entry")
+
+    assert_saved(sent(browser, job, opened(browser, job), amount=11), job, amount=11)
+
+
+def test_a_refused_form_is_logged_as_refused(browser: Any, job: Job, caplog: Any) -> None:
+    """With the token of the form, and as no loss: it never held the row."""
+    form = opened(browser, job)
+    fenced_lock(job).acquire().release()
+    caplog.clear()
+
+    with caplog.at_level("INFO", "django_fencing"):
+        assert_refused(sent(browser, job, form, amount=11), MOVED)
+
+    lines = [record.getMessage() for record in caplog.records if record.name == "django_fencing"]
+    lines = [line for line in lines if not line.startswith("store_used ")]
+    assert [line.split()[0] for line in lines] == ["lease_acquired", "token_refused"]
+    assert lines[1].endswith("token=2 seen=0 fence_token=1")
+
+
 @pytest.mark.parametrize("leases", [0, 3])
 def test_a_lost_counter_does_not_refuse_a_row_that_has_not_moved(
     browser: Any, job: Job, client: Any, leases: int
@@ -510,6 +638,49 @@ def test_an_admin_with_a_form_of_its_own_saves_nothing_that_was_refused(
         sent(browser, job, form, amount=11)
 
     assert_untouched(job)
+
+
+def test_fieldsets_of_its_own_do_not_keep_a_second_tab_from_being_refused(
+    browser: Any, job: Job
+) -> None:
+    """The fence is shown and sent back whatever an admin says about its fields."""
+
+    class OwnAdmin(FencedResourceAdmin):
+        def get_fieldsets(self, request: Any, obj: Any = None) -> Any:
+            return [(None, {"fields": ["amount", "note"]})]
+
+        def get_readonly_fields(self, request: Any, obj: Any = None) -> Any:
+            return []
+
+    with registered(OwnAdmin):
+        first, second = opened(browser, job), opened(browser, job)
+
+        assert_saved(sent(browser, job, first, amount=11), job, amount=11)
+        assert_refused(sent(browser, job, second, amount=12), MOVED)
+
+
+def test_the_fence_may_stand_anywhere_on_the_form(browser: Any, job: Job) -> None:
+    """It is shown once."""
+
+    class OwnAdmin(FencedResourceAdmin):
+        fields = ("shown_fence_token", "amount")
+
+    with registered(OwnAdmin):
+        response = browser.get(address(job))
+        assert response.content.decode().count('name="_fence_token"') == 1
+
+        assert_saved(sent(browser, job, fields_of(response), amount=11), job, amount=11)
+
+
+def test_an_admin_that_loads_some_columns_saves(browser: Any, job: Job) -> None:
+    """The row's fence is read where it is not among them."""
+
+    class FewAdmin(FencedResourceAdmin):
+        def get_queryset(self, request: Any) -> Any:
+            return Job.objects.only("amount")
+
+    with registered(FewAdmin):
+        assert_saved(sent(browser, job, opened(browser, job), amount=11), job, amount=11)
 
 
 def test_a_lock_that_a_commit_hook_does_not_get_is_no_refusal_of_the_form(
@@ -671,11 +842,7 @@ def test_an_overridden_change_view_works_under_atomic_requests(browser: Any, job
         ) -> Any:
             return super().change_view(request, object_id, form_url, {"shop": "open"})
 
-    site = admin.AdminSite()
-    site.register(Job, ContextAdmin)
-    urls = (path("admin/", site.urls),)
-
-    with override_settings(ROOT_URLCONF=urls), atomic_requests():
+    with registered(ContextAdmin), atomic_requests():
         form = opened(browser, job)
         response = sent(browser, job, form, amount=11)
 
@@ -740,9 +907,7 @@ def test_an_admin_site_of_another_name_works(browser: Any, job: Job) -> None:
 
 def test_saving_costs_two_calls_and_four_statements_over_django(browser: Any, job: Job) -> None:
     """The row is read to be locked and is registered; Django's transaction is a savepoint."""
-    site = admin.AdminSite()
-    site.register(Job, type("PlainAdmin", (admin.ModelAdmin,), {"inlines": JobAdmin.inlines}))
-    plain = (path("admin/", site.urls),)
+    plain = type("PlainAdmin", (admin.ModelAdmin,), {"inlines": JobAdmin.inlines})
 
     def cost() -> tuple[list[str], list[str]]:
         form = opened(browser, job)
@@ -751,7 +916,7 @@ def test_saving_costs_two_calls_and_four_statements_over_django(browser: Any, jo
         return calls, [query["sql"].split()[0] for query in queries.captured_queries]
 
     cost()  # the scripts are in place and the content types are known
-    with override_settings(ROOT_URLCONF=plain):
+    with registered(plain):
         no_calls, bare = cost()
     calls, fenced = cost()
 

@@ -38,6 +38,7 @@ from tests.helpers import (
     acquired,
     assert_held_by,
     committing,
+    counted_calls,
     keys_of,
     taken_over,
     wait_until,
@@ -745,3 +746,71 @@ def test_a_task_that_is_cancelled_while_it_releases_has_released(name: str, clie
 
     wait_until(lambda: not client.exists(keys_of(name).lease))
     assert Job.objects.filter(note=name).count() == 1
+
+
+def test_a_task_that_is_cancelled_while_it_asks_does_not_block_the_loop(
+    name: str, client: Any
+) -> None:
+    """Neither once nor twice; before asgiref 3.12.1 the thread is not awaited by it."""
+    ticks = 0
+
+    @with_fenced_lock(name)
+    async def work() -> None:
+        pytest.fail("the lock was not to be had any more")
+
+    async def main() -> None:
+        nonlocal ticks
+        loop = asyncio.get_running_loop()
+        asked, go_on = asyncio.Event(), threading.Event()
+        acquire = RedisStore.acquire
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            loop.call_soon_threadsafe(asked.set)
+            assert go_on.wait(SECONDS)
+            return acquire(*args, **kwargs)
+
+        with mock.patch.object(RedisStore, "acquire", slow):
+            task = asyncio.create_task(work())
+            await asked.wait()
+            for _ in range(2):
+                task.cancel()
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                    ticks += 1
+            assert not task.done()  # it waits for its thread, and the loop goes on
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    run(main)
+
+    assert ticks == 20
+    assert not client.exists(keys_of(name).lease)
+
+
+def test_a_task_that_is_cancelled_before_its_turn_asks_for_nothing(name: str) -> None:
+    """The thread of its request is busy with another one."""
+
+    @with_fenced_lock(name + ":{number}")
+    async def work(number: int, busy: asyncio.Event, free: asyncio.Event) -> int:
+        busy.set()
+        await free.wait()
+        return number
+
+    async def main() -> list[str]:
+        async with ThreadSensitiveContext():
+            busy, free = asyncio.Event(), asyncio.Event()
+            first = asyncio.create_task(work(1, busy, free))
+            await busy.wait()
+            second = asyncio.create_task(work(2, busy, free))
+            await asyncio.sleep(0)
+            with counted_calls() as calls:
+                second.cancel()
+                await asyncio.sleep(0)
+                free.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await second
+                assert await first == 1
+        return calls
+
+    assert run(main) == ["EVALSHA"]
