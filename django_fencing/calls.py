@@ -10,7 +10,7 @@ from uuid import UUID
 
 from django.db import models
 
-from django_fencing.exceptions import InvalidResource, LockHeld
+from django_fencing.exceptions import InvalidResource, LockHeld, NoSuchRow
 from django_fencing.leases import Lease
 from django_fencing.names import checked, encoded
 from django_fencing.resources import ResourceLike
@@ -26,6 +26,10 @@ class Call:
     def run(self, body: Callable[[], Any], lease: Lease) -> Any:
         """Run the body, whose lease is held."""
         return body()
+
+    def missing(self, error: NoSuchRow) -> Exception:
+        """Return what is raised where the row to lock does not exist."""
+        return error
 
     def skipped(self, held: LockHeld) -> Any:
         """Return what stands for the result of a body that has not run."""

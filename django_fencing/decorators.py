@@ -15,7 +15,7 @@ from django.core.management.base import BaseCommand
 from django_fencing import calls, coroutines
 from django_fencing.calls import Call
 from django_fencing.commands import CommandCall
-from django_fencing.exceptions import LockHeld
+from django_fencing.exceptions import LockHeld, NoSuchRow
 from django_fencing.http import OwnTransactions, ViewCall, request_of
 from django_fencing.leases import Lease
 from django_fencing.locks import FencedLock
@@ -91,7 +91,7 @@ def with_fenced_lock(
         _refuse_undecoratable(function)
         signature = calls.signature_of(function)
         takes_lease = calls.takes_lease(signature)
-        own_transactions = OwnTransactions(getattr(function, "_non_atomic_requests", ()))
+        own_transactions = OwnTransactions(function)
         work = _Work(
             function=function,
             resource_of=calls.resource_of_call(resource, signature),
@@ -140,15 +140,14 @@ class _Work:
     ) -> Any:
         """Run one call; of a function that returns an awaitable if it can be `cancelled`."""
         call = self._call(args)
-        locked = functools.partial(self._locked, call, args, kwargs, cancelled)
-        return call.answered(locked) if self.respond else locked()
+        return call.answered(functools.partial(self._locked, call, args, kwargs, cancelled))
 
     def _call(self, args: tuple[Any, ...]) -> Call:
         """Return the kind of the call, which its first arguments tell."""
         if args and isinstance(args[0], BaseCommand) and self.respond:
             return CommandCall(args[0])
         if request := next(filter(None, map(request_of, args[:2])), None):
-            return ViewCall(request, self.own_transactions)
+            return ViewCall(request, self.own_transactions, responds=self.respond)
         return Call()
 
     def _locked(
@@ -166,13 +165,18 @@ class _Work:
             register=not self.in_transaction,
             function=self.label,
         )
-        acquisition = lock.ask(cancelled)
+        try:
+            acquisition = lock.ask(cancelled)
+        except NoSuchRow as error:
+            raise call.missing(error) from error
         holding = acquisition.opened() if self.in_transaction else acquisition.leased()
         with acquisition.undone(), ExitStack() as held:
             try:
                 lease = held.enter_context(holding)
             except LockHeld as error:
                 return self._refused(call, error)
+            except NoSuchRow as error:
+                raise call.missing(error) from error
             return call.run(lambda: self._body(lease, args, kwargs, cancelled), lease)
 
     def _refused(self, call: Call, error: LockHeld) -> Any:

@@ -6,6 +6,7 @@ FencingError
 │   └── StaleToken      ... and the database has proved it
 ├── StoreUnavailable    the store could not be asked, or gave no usable answer
 ├── InvalidResource     what was passed cannot be locked (also a ValueError)
+│   └── NoSuchRow       ... because there is no such row
 ├── InsideTransaction   a transaction is open where none may be
 └── UnfencedWrite       a locked row is written around its lease
 
@@ -81,6 +82,10 @@ class StoreUnavailable(FencingError):
 
 class InvalidResource(FencingError, ValueError):
     """The resource is not a name, a saved row or (Model, pk) that can be locked."""
+
+
+class NoSuchRow(InvalidResource):
+    """The row to lock does not exist (any more)."""
 
 
 class InsideTransaction(FencingError):

@@ -8,7 +8,7 @@ from django.db import OperationalError, connections, transaction
 from django.db.models import Q, QuerySet
 
 from django_fencing import postgresql
-from django_fencing.exceptions import InvalidResource, StaleToken
+from django_fencing.exceptions import NoSuchRow, StaleToken
 from django_fencing.models import Fence, FencedResource
 from django_fencing.resources import Resource
 
@@ -90,10 +90,10 @@ def stale(resource: Resource, mine: Registration) -> StaleToken:
 
 
 def reached(resource: Resource) -> int:
-    """Return the token that the fence has reached. Raise InvalidResource if it has no row."""
+    """Return the token that the fence has reached. Raise NoSuchRow if it has none."""
     if found := _read(resource):
         return found.token
-    raise InvalidResource(
+    raise NoSuchRow(
         f"{resource.name!r} has no row in database {resource.alias!r}.", resource=resource.name
     )
 

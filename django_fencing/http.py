@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,14 +15,20 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import request_finished
 from django.db import connections, transaction
 from django.dispatch import receiver
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.template import TemplateDoesNotExist
 from django.template.loader import render_to_string
 from django.utils.cache import patch_vary_headers
 
 from django_fencing import flow
 from django_fencing.calls import Call
-from django_fencing.exceptions import FencingError, LeaseLost, LockHeld, StoreUnavailable
+from django_fencing.exceptions import (
+    FencingError,
+    LeaseLost,
+    LockHeld,
+    NoSuchRow,
+    StoreUnavailable,
+)
 from django_fencing.leases import Lease
 
 # The errors that have an answer; all others are faults of the code, as in any view.
@@ -153,6 +160,11 @@ class OwnTransactions(set[str]):
     def __contains__(self, alias: object) -> bool:
         return True
 
+    def __init__(self, function: Any = None) -> None:
+        said = getattr(function, "_non_atomic_requests", ())
+        super().__init__(said)
+        self._are_opened_deeper = isinstance(said, OwnTransactions)  # by another lock
+
     @contextmanager
     def opened(self, request: HttpRequest, fenced: str = "") -> Iterator[None]:
         """Open the transactions that Django would have opened, except that on `fenced`."""
@@ -162,6 +174,8 @@ class OwnTransactions(set[str]):
             yield
 
     def _to_open(self, request: HttpRequest, fenced: str) -> Iterator[str]:
+        if self._are_opened_deeper:
+            return
         match = getattr(request, "resolver_match", None)
         # Said above this decorator, of the view that the URL leads to.
         said = set(getattr(match.func, "_non_atomic_requests", ())) if match else set()
@@ -172,19 +186,39 @@ class OwnTransactions(set[str]):
                 yield alias
 
 
+# The request whose view is being called under a lock, here and in what this call has started.
+_locked: ContextVar[HttpRequest | None] = ContextVar("_locked", default=None)
+
+
 class ViewCall(Call):
     """A call of a view."""
 
-    def __init__(self, request: HttpRequest, transactions: OwnTransactions) -> None:
+    def __init__(
+        self, request: HttpRequest, transactions: OwnTransactions, *, responds: bool
+    ) -> None:
+        # An error passes through another lock's view that calls this one, and rolls it back.
+        self._is_outermost = _locked.get() is not request
+        self._responds = responds
         self._request = request
         self._transactions = transactions
 
     def answered(self, locked: Callable[[], Any]) -> Any:
         """Answer the ANSWERED errors, those of the body too."""
+        if not self._is_outermost:
+            return locked()
+        before = _locked.set(self._request)
         try:
             return locked()
         except ANSWERED as error:
+            if not self._responds:
+                raise
+            _roll_back_requests()
             return answer(self._request, error)
+        finally:
+            _locked.reset(before)
+
+    def missing(self, error: NoSuchRow) -> Exception:
+        return Http404(str(error)) if self._responds else error
 
     def run(self, body: Callable[[], Any], lease: Lease) -> Any:
         """Run the body in the transactions of ATOMIC_REQUESTS, and keep the lease for a stream."""
@@ -205,3 +239,10 @@ class ViewCall(Call):
 
     def skipped(self, held: LockHeld) -> HttpResponse:
         return HttpResponse(status=204)
+
+
+def _roll_back_requests() -> None:
+    """Let Django roll back what it has opened for the request: its view has not done its work."""
+    for connection in connections.all(initialized_only=True):
+        if connection.settings_dict["ATOMIC_REQUESTS"] and flow.in_transaction(connection.alias):
+            connection.set_rollback(True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from django.db import connections
+
 from django_fencing import flow
 from django_fencing.acquisitions import Acquisition
 from django_fencing.conf import conf
@@ -15,10 +17,12 @@ from django_fencing.resources import ResourceLike, resolve
 from django_fencing.stores.base import get_store
 from django_fencing.timing import Duration, seconds
 
-_TAKE_IT_FIRST = (
-    "take the lock first, then open the transaction with lease.atomic(). Where ATOMIC_REQUESTS "
-    "has opened it, decorate what the URL leads to (the view, or its `dispatch`) instead of `get` "
-    "or `post`, or put @transaction.non_atomic_requests on that."
+_TAKE_IT_FIRST = "take the lock first, then open the transaction with lease.atomic()."
+
+_UNDER_ATOMIC_REQUESTS = (
+    " Where ATOMIC_REQUESTS has opened it, decorate what the URL leads to: a view function, above "
+    "@api_view too, or the `dispatch` of a class instead of its `get`, `post` or action. Or put "
+    "@transaction.non_atomic_requests on that."
 )
 
 
@@ -92,7 +96,7 @@ class FencedLock:
         if self.wait is not None:
             wait = seconds("wait", self.wait, most=conf.max_ttl, zero=True)
         resource = resolve(self.resource, self.using)
-        flow.refuse_transaction(resource.alias, "lock", resource.name, _TAKE_IT_FIRST)
+        flow.refuse_transaction(resource.alias, "lock", resource.name, _cure(resource.alias))
         return Acquisition(
             store=get_store(),
             resource=resource,
@@ -132,3 +136,15 @@ class FencedLock:
         entry = (here or self._entered)[-1]
         self._entered.remove(entry)
         return entry[1]
+
+
+def _cure(alias: str) -> str:
+    """Say what to do where a transaction is open before the lock."""
+    if lease := flow.fenced_by(alias):
+        return (
+            f"it is fenced by the lease on {lease.resource!r}, and one transaction is fenced by "
+            f"one lease. Take both locks first, or end that transaction."
+        )
+    if connections[alias].settings_dict["ATOMIC_REQUESTS"]:
+        return _TAKE_IT_FIRST + _UNDER_ATOMIC_REQUESTS
+    return _TAKE_IT_FIRST

@@ -8,7 +8,7 @@ from django.core.exceptions import ValidationError
 from django.db import models, router
 
 from django_fencing.conf import conf
-from django_fencing.exceptions import InvalidResource
+from django_fencing.exceptions import InvalidResource, NoSuchRow
 from django_fencing.models import Fence, FencedResource, fence_model, fence_pk, row_name
 from django_fencing.names import Keys, checked, read_slug, slug
 
@@ -123,7 +123,7 @@ def _addressed(model: type[Any], pk: Any, using: str | None) -> Resource:
     try:
         row = rows.get(pk=pk)
     except model.DoesNotExist as error:
-        raise InvalidResource(f"{model._meta.label} has no row {pk!r} in {alias!r}.") from error
+        raise NoSuchRow(f"{model._meta.label} has no row {pk!r} in {alias!r}.") from error
     return _of_row(row, alias)
 
 

@@ -13,6 +13,7 @@ from django_fencing.exceptions import (
     InvalidResource,
     LeaseLost,
     LockHeld,
+    NoSuchRow,
     StaleToken,
     StoreUnavailable,
     UnfencedWrite,
@@ -25,6 +26,7 @@ errors = [
     StaleToken("said", resource="r", token=4, fence_token=5, fence_holder=uuid4()),
     StoreUnavailable("said", resource="r"),
     InvalidResource("said", resource="r"),
+    NoSuchRow("said", resource="r"),
     InsideTransaction("said", resource="r"),
     UnfencedWrite("said", resource="r"),
 ]
@@ -47,5 +49,6 @@ def test_the_tree_is_the_one_that_the_docstring_draws() -> None:
     assert all(isinstance(error, FencingError) for error in errors)
     assert issubclass(StaleToken, LeaseLost)
     assert issubclass(InvalidResource, ValueError)
+    assert issubclass(NoSuchRow, InvalidResource)
     for name in defined - {"UUID"}:
         assert name in (exceptions.__doc__ or "")

@@ -17,6 +17,7 @@ from unittest import mock
 from wsgiref.util import FileWrapper
 
 import pytest
+from django.contrib.auth.decorators import login_required
 from django.core.handlers.wsgi import WSGIHandler
 from django.db import IntegrityError, connection, connections, transaction
 from django.http import (
@@ -47,11 +48,12 @@ from django_fencing.exceptions import (
     InsideTransaction,
     LeaseLost,
     LockHeld,
+    NoSuchRow,
     StaleToken,
     StoreUnavailable,
 )
 from django_fencing.leases import Lease, current_lease
-from django_fencing.locks import fenced_lock
+from django_fencing.locks import fenced_atomic, fenced_lock
 from tests import views
 from tests.helpers import (
     SECONDS,
@@ -358,6 +360,31 @@ def test_a_row_that_does_not_exist_is_a_404_without_a_lock(name: str, job: Job) 
 
     assert visit(view, pk=job.pk).status_code == 201
     assert Job.objects.get(pk=job.pk).note == name
+
+
+@pytest.mark.parametrize("shape", [*views.OUTER, *views.INNER], ids=lambda shape: shape.__name__)
+def test_a_row_that_is_named_and_does_not_exist_is_a_404(job: Job, client: Any, shape: Any) -> None:
+    """It may have been deleted since the page was opened. Nothing is left of the lock."""
+    identified = ["tests.views.identified"]
+    view = shape(with_fenced_lock(lambda *args, pk, **kwargs: (Job, pk)), lambda: "done")
+
+    assert visit(view, middleware=identified, pk=job.pk).json() == "done"
+    assert visit(view, middleware=identified, pk=job.pk + 1).status_code == 404
+
+    job.pk += 1
+    assert not client.exists(keys_of(job).lease)
+
+
+def test_a_row_that_the_body_does_not_find_is_a_fault_of_the_body(job: Job, name: str) -> None:
+    """Only the row that is to be locked speaks for the request."""
+
+    @with_fenced_lock(name, atomic=False)
+    def view(request: Any) -> Any:
+        with fenced_lock((Job, job.pk + 1)):
+            never()
+
+    with pytest.raises(NoSuchRow):
+        visit(view)
 
 
 def test_of_two_requests_at_once_one_is_refused(name: str) -> None:
@@ -1016,6 +1043,105 @@ def test_the_cure_cures(name: str, atomic_requests: Callable[..., None], shape: 
 
     assert response.status_code == 200
     assert sent == ["EVALSHA", "BEGIN", "WITH", "INSERT", "COMMIT", "EVALSHA"]
+
+
+def test_the_transaction_of_a_request_on_another_database_rolls_back_with_the_lock(
+    name: str, atomic_requests: Callable[..., None], client: Any
+) -> None:
+    """Django has opened it before the lock, and sees a response where the error was."""
+    atomic_requests("other")
+
+    def body() -> Any:
+        Job.objects.using("other").create(note=name)
+        current_lease().ensure_held()
+        expire(client, name)
+        current_lease().ensure_held()
+
+    for shape in views.INNER:
+        response = visit(shape(with_fenced_lock(name), body), pk=7)
+
+        assert (response.status_code, response.json()["code"]) == (409, "stale-token")
+        assert not Job.objects.using("other").filter(note=name).exists()
+        assert not in_transaction("other")
+
+
+def twice_locked(name: str, body: Callable[[], Any]) -> Any:
+    """Return a view under two locks, each with a fenced transaction in a database of its own."""
+
+    @with_fenced_lock(name, using="other")
+    @login_required
+    @with_fenced_lock(name)
+    def view(request: Any) -> Any:
+        Job.objects.create(note=name)
+        Job.objects.using("other").create(note=name)
+        return JsonResponse(body(), safe=False)
+
+    return view
+
+
+def written(name: str) -> list[bool]:
+    return [Job.objects.using(alias).filter(note=name).exists() for alias in ("default", "other")]
+
+
+@pytest.mark.parametrize("aliases", [(), ("default",), ("default", "other")], ids=str)
+def test_locks_of_two_databases_are_one_request(
+    name: str, atomic_requests: Callable[..., None], aliases: tuple[str, ...]
+) -> None:
+    """Each opens its own transaction, whatever ATOMIC_REQUESTS says."""
+    atomic_requests(*aliases)
+
+    view = twice_locked(name, lambda: [in_transaction("default"), in_transaction("other")])
+
+    identified = ["tests.views.identified"]
+    assert visit(view, middleware=identified).json() == [True, True]
+    assert written(name) == [True, True]
+
+
+def test_an_error_of_one_lock_rolls_back_the_transaction_of_another(name: str, client: Any) -> None:
+    """The inner one raises through the outer one, which answers."""
+
+    def body() -> None:
+        expire(client, name)
+        current_lease().ensure_held()
+
+    response = visit(twice_locked(name, body), middleware=["tests.views.identified"])
+
+    assert (response.status_code, response.json()["code"]) == (409, "stale-token")
+    assert written(name) == [False, False]
+    assert is_free(name)
+
+
+def test_a_view_that_calls_another_locked_one_is_rolled_back_with_it(name: str) -> None:
+    """The answer is that of the request: 409. The next request begins anew."""
+
+    @with_fenced_lock(name)
+    def inner(request: Any) -> Any:
+        return JsonResponse("done", safe=False)
+
+    @with_fenced_lock(f"{name}:outer", using="other")
+    def outer(request: Any) -> Any:
+        Job.objects.using("other").create(note=name)
+        return inner(request)
+
+    request = RequestFactory().get("/")
+    with fenced_lock(name):
+        assert outer(request).status_code == 409
+        assert inner(request).status_code == 409
+    assert written(name) == [False, False]
+
+    assert outer(request).status_code == 200
+    assert written(name) == [False, True]
+
+
+def test_a_lock_in_the_transaction_of_another_one_says_whose_it_is(name: str) -> None:
+    """The settings have nothing to do with it."""
+    with (
+        fenced_atomic(name),
+        pytest.raises(InsideTransaction, match=f"fenced by the lease on '{name}'") as caught,
+    ):
+        fenced_lock(f"{name}:inner").acquire()
+
+    assert "ATOMIC_REQUESTS" not in str(caught.value)
 
 
 @pytest.mark.django_db(transaction=False, databases=["default", "other"])
