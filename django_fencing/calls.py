@@ -77,6 +77,8 @@ def label_of(function: Any) -> str:
     """Return what a lease says of who asked."""
     while isinstance(function, functools.partial):
         function = function.func
+    if owner := getattr(function, "__self__", None):  # `dispatch` is often an inherited one
+        return f"{type(owner).__module__}.{type(owner).__qualname__}.{function.__name__}"
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{function.__module__}.{name}"
 
@@ -115,7 +117,7 @@ class _Template:
         call = self._signature.bind(*args, **kwargs)
         call.apply_defaults()
         return "".join(
-            literal + ("" if field is None else _value_in_name(field, self._value(field, call)))
+            literal + ("" if field is None else self._encoded(field, self._value(field, call)))
             for literal, field, *_ in self._pieces
         )
 
@@ -138,6 +140,19 @@ class _Template:
                 return call.arguments[name][field]
         raise self._invalid(field, "which this call was not given as a keyword")
 
+    def _encoded(self, field: str, given: Any) -> str:
+        value = given
+        if isinstance(value, models.Model):
+            value = None if value._state.adding else value.pk
+        if isinstance(value, date):
+            value = value.isoformat()
+        if isinstance(value, bool) or not isinstance(value, str | int | UUID) or value == "":
+            raise InvalidResource(
+                f"The parameter {field!r} gives no name for {self._text!r}: it must be a text that "
+                f"is not empty, a whole number, a date, a UUID or a saved row, not {given!r}."
+            )
+        return encoded(checked(_written(value)), readable="-._~")
+
     def _invalid(self, field: str, fault: str) -> InvalidResource:
         return InvalidResource(
             f"The name {self._text!r} of the function's lock has the field {{{field}}}, {fault}. "
@@ -145,21 +160,7 @@ class _Template:
         )
 
 
-def _value_in_name(parameter: str, given: Any) -> str:
-    value = given
-    if isinstance(value, models.Model):
-        value = None if value._state.adding else value.pk
-    if isinstance(value, date):
-        value = value.isoformat()
-    if isinstance(value, bool) or not isinstance(value, str | int | UUID) or value == "":
-        raise InvalidResource(
-            f"The parameter {parameter!r} gives no name: it must be a text that is not empty, a "
-            f"whole number, a date, a UUID or a saved row, not {given!r}."
-        )
-    return encoded(checked(_text(value)), readable="-._~")
-
-
-def _text(value: str | int | UUID) -> str:
+def _written(value: str | int | UUID) -> str:
     """Return the value as text; a member of an enumeration stands for its value."""
     if issubclass(type(value), str):  # not a lazy object that passes for one
         return "".join((cast("str", value),))

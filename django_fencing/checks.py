@@ -9,7 +9,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import models, router
 from django.db.models.query_utils import DeferredAttribute
 
-from django_fencing.conf import DEFAULTS, conf, validate
+from django_fencing.conf import DEFAULTS, conf, faults
 from django_fencing.models import FENCE_FIELDS, Fence, FencedResource
 from django_fencing.stores import clients
 from django_fencing.stores.base import get_store
@@ -25,11 +25,8 @@ _OLDEST_REDIS = 7
 @register(Tags.caches)
 def check_settings(**kwargs: Any) -> list[CheckMessage]:
     """Read every setting, and ask the store whether it can exclude other processes."""
-    try:
-        validate()
-    except ImproperlyConfigured as error:
-        hint = f"FENCING is a dictionary. Its keys are {', '.join(DEFAULTS)}."
-        return [Error(str(error), hint=hint, id="django_fencing.E001")]
+    if found := list(faults()):
+        return [Error(fault, hint=hint, id="django_fencing.E001") for fault, hint in found]
     try:
         store = get_store()
         clients_of_store = isinstance(store, RedisStore)

@@ -1,6 +1,7 @@
 """The settings: `FENCING` in the project's settings, read at the moment of use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from typing import Any, cast
 
 from django.conf import settings
@@ -139,9 +140,30 @@ def _refuse_unknown(given: Any) -> None:
 conf = Conf()
 
 
-def validate() -> None:
-    """Read every setting. A callable is not called: which tenant it is may not be known yet."""
-    conf._namespace_of()
+def faults() -> Iterator[tuple[str, str]]:
+    """
+    Read every setting, and yield what is wrong and what may be done.
+
+    A callable is not called: which tenant it is may not be known yet.
+    """
+    given = getattr(settings, "FENCING", _NOTHING)
+    try:
+        _refuse_unknown(given)
+    except ImproperlyConfigured as error:
+        yield str(error), _hint_of_unknown(given)
+        return
     for key in DEFAULTS:
-        if key != "NAMESPACE":
-            getattr(conf, key.lower())
+        try:
+            conf._namespace_of() if key == "NAMESPACE" else getattr(conf, key.lower())
+        except ImproperlyConfigured as error:
+            if f"[{key!r}]" in str(error):  # and not of MAX_TTL, which bounds others
+                yield str(error), f"Without FENCING[{key!r}] it is {DEFAULTS[key]!r}."
+
+
+def _hint_of_unknown(given: Any) -> str:
+    if not isinstance(given, dict):
+        return 'As in FENCING = {"TTL": 60}, or leave it out.'
+    unknown = sorted(map(str, given.keys() - DEFAULTS.keys()))
+    similar = {key: get_close_matches(key.upper(), DEFAULTS, n=1) for key in unknown}
+    meant = [f"{near[0]!r} instead of {key!r}" for key, near in similar.items() if near]
+    return f"Did you mean {', '.join(meant)}?" if meant else "Leave them out."

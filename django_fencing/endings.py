@@ -48,7 +48,9 @@ class Ending:
                 self.released = self._store.release(self._resource, self._holder)
         flow.let_go(lease, self._flow)
         if first and self.released:
-            lease_released.announce(self._resource, {"token": lease.token}, lease=lease)
+            lease_released.announce(
+                self._resource, {"token": lease.token, "held": lease._age}, lease=lease
+            )
         elif first:
             self.lose(lease, "it ended before its release; what was committed stands")
         return bool(self.released)

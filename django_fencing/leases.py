@@ -59,6 +59,7 @@ class Lease:
         self.ttl = ttl
         self._store = store
         self._resource = resource
+        self._since = sent
         self._ends = sent + ttl
         self._ending = Ending(store, resource, holder)
         self._registrar = Registrar(store, resource, holder, token, seen)
@@ -80,6 +81,11 @@ class Lease:
     def place(self) -> tuple[str, type[FencedResource], Any]:
         """Where the fence is: database alias, model, primary key."""
         return self._resource.place
+
+    @property
+    def _age(self) -> float:
+        """Seconds since it was asked for."""
+        return now() - self._since
 
     @property
     def remaining(self) -> float:

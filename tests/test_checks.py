@@ -22,7 +22,7 @@ from services import Services
 
 from django_fencing.admin import FencedResourceAdmin
 from django_fencing.checks import check_settings
-from django_fencing.conf import conf
+from django_fencing.conf import conf, faults
 from django_fencing.models import FencedResource
 from tests.helpers import counted_calls
 from tests.shop.models import Composite, Job, Plain
@@ -141,6 +141,30 @@ def test_a_setting_that_means_nothing_is_an_error(key: str, value: Any) -> None:
     assert message.id == "django_fencing.E001"
     assert message.level == checks.ERROR
     assert key in message.msg
+
+
+def test_all_faults_of_the_settings_are_told_at_once() -> None:
+    """In the order in which the README lists them, each with its default."""
+    messages = found(TTL="soon", WAIT=-1, CACHE=7)
+
+    assert ids(messages) == ["E001"] * 3
+    assert [message.msg.split("'")[1] for message in messages] == ["CACHE", "TTL", "WAIT"]
+    assert messages[1].hint == "Without FENCING['TTL'] it is 30."
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("TLL", "Did you mean 'TTL' instead of 'TLL'?"),
+        ("max_ttl", "Did you mean 'MAX_TTL' instead of 'max_ttl'?"),
+        ("x", "Leave them out."),
+        (3, "Leave them out."),
+    ],
+)
+def test_an_unknown_setting_is_likened_to_a_known_one(key: Any, hint: str) -> None:
+    """The message lists all of them, the hint the nearest."""
+    with override_settings(FENCING={key: 1}):
+        assert [hint_of for _, hint_of in faults()] == [hint]
 
 
 @pytest.mark.parametrize("given", [["TTL"], None], ids=repr)

@@ -1045,6 +1045,41 @@ def test_the_cure_cures(name: str, atomic_requests: Callable[..., None], shape: 
     assert sent == ["EVALSHA", "BEGIN", "WITH", "INSERT", "COMMIT", "EVALSHA"]
 
 
+def test_an_action_is_locked_where_its_class_leaves_the_transaction_to_it(
+    name: str, atomic_requests: Callable[..., None]
+) -> None:
+    """As the documentation says. Other actions of the class have no transaction then."""
+    atomic_requests("default")
+
+    @method_decorator(transaction.non_atomic_requests, name="dispatch")
+    class Jobs(ViewSet):
+        @action(detail=True)
+        @with_fenced_lock(name + ":{pk}")
+        def work(self, request: Any, pk: str) -> Any:
+            return Response([current_lease().resource, in_transaction()])
+
+        @action(detail=True)
+        def look(self, request: Any, pk: str) -> Any:
+            return Response(in_transaction())
+
+    assert visit(Jobs.as_view({"get": "work"}), pk=7).json() == [f"{name}:7", True]
+    assert visit(Jobs.as_view({"get": "look"}), pk=7).json() is False
+
+
+@pytest.mark.parametrize(
+    ("shape", "function"), [(views.dispatch, "Page.dispatch"), (views.method, "Page.get")]
+)
+def test_a_lease_names_the_class_whose_method_holds_it(
+    name: str, shape: Any, function: str
+) -> None:
+    """And not the class of Django that `dispatch` comes from."""
+    view = shape(with_fenced_lock(name), lambda: current_lease().holder.function)
+
+    label = visit(view, pk=7).json()
+    assert label.startswith("tests.views.")
+    assert label.endswith(f".{function}")
+
+
 def test_the_transaction_of_a_request_on_another_database_rolls_back_with_the_lock(
     name: str, atomic_requests: Callable[..., None], client: Any
 ) -> None:

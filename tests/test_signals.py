@@ -711,12 +711,14 @@ def test_the_lines_say_who_and_for_how_long(name: str, log: Any) -> None:
     with fenced_lock(name, ttl=30, register=False) as lease:
         in_threads(lambda: acquired(name))
         lease.extend(60)
+        lease._since -= 12.5  # as if it were held for so long
 
     lines = {event: values for _, event, values in log()}
     assert lines["lease_acquired"]["holder"] == str(lease.holder.id)
     assert lines["lease_acquired"]["by"] == str(lease.holder)
     assert float(lines["lease_acquired"]["ttl"]) == 30
     assert float(lines["lease_extended"]["ttl"]) == 60
+    assert 12.5 <= float(lines["lease_released"]["held"]) < 30
     assert f"pid {os.getpid()}" in lines["lock_contended"]["held_by"]
     assert 20 < float(lines["lock_contended"]["retry_after"]) <= 30
     assert "tests.helpers.acquired" in lines["lock_contended"]["by"]
