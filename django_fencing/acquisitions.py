@@ -17,7 +17,7 @@ from django_fencing.resources import Resource
 from django_fencing.signals import lease_acquired, lock_contended
 from django_fencing.stores.base import Store, introduce
 from django_fencing.timing import now
-from django_fencing.waiting import attempts
+from django_fencing.waiting import Waiting
 
 # redis-py hides its retries. A call that took this long may have been sent twice, and the first
 # may still be on its way.
@@ -99,20 +99,20 @@ class Acquisition:
         if self.lease is not None and self.lease._is_left_behind:
             self.lease._leave(error)
 
-    def abandon(self) -> None:
+    def abandon(self, patience: float | None) -> None:
         """End what the store may have granted, or may yet grant, as far as it answers."""
         with suppress(StoreUnavailable, ImproperlyConfigured):
-            self.store.release(self.resource, self.holder)
+            self.store.release(self.resource, self.holder, patience=patience)
 
     def _acquire(self, settle: Settle) -> Lease:
         """Ask the store until it grants and `settle` registers, for as long as the lock waits."""
         failure: LockHeld | StoreUnavailable
         # A flow that holds the resource would wait for itself.
-        wait = 0 if self._by_its_holder else self.wait
+        waiting = Waiting(0 if self._by_its_holder else self.wait, self.cancelled)
         try:
-            for rest in attempts(wait, self.cancelled):
+            for rest in waiting.attempts(self.store, self.resource, self.holder):
                 try:
-                    lease = self._attempt(settle, rest)
+                    lease = self._attempt(settle, waiting, rest)
                 except LockHeld as error:
                     failure = error
                 except StoreUnavailable as error:
@@ -122,17 +122,24 @@ class Acquisition:
                     return lease
             raise failure
         except BaseException as error:
-            if self._doubtful or not isinstance(error, LockHeld):
-                self.abandon()
+            if self._doubtful or waiting.in_line or not isinstance(error, LockHeld):
+                self.abandon(waiting.patience)
             raise
 
-    def _attempt(self, settle: Settle, rest: float) -> Lease:
+    def _attempt(self, settle: Settle, waiting: Waiting, rest: float) -> Lease:
         """Propose, then settle. Raise LockHeld or StoreUnavailable, which may be tried again."""
         sent = now()
         answer = self.store.acquire(
-            self.resource, self.holder, ttl=self.ttl, floor=self.resource.floor
+            self.resource,
+            self.holder,
+            ttl=self.ttl,
+            floor=self.resource.floor,
+            waits=waiting.slice,
+            came=waiting.came,
+            patience=waiting.patience,
         )
         if isinstance(answer, Refusal):
+            waiting.note(answer)
             self._doubtful = self._doubtful or now() - sent > _SLOW
             raise self._held(answer)
         introduce(self.store)

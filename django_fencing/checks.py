@@ -12,6 +12,7 @@ from django.db.models.query_utils import DeferredAttribute
 from django_fencing.conf import DEFAULTS, conf, faults
 from django_fencing.models import FENCE_FIELDS, Fence, FencedResource
 from django_fencing.stores import clients
+from django_fencing.stores.asking import impatient
 from django_fencing.stores.base import get_store
 from django_fencing.stores.redis import RedisStore
 
@@ -87,7 +88,7 @@ def check_deployment(**kwargs: Any) -> list[CheckMessage]:
     messages = [*_shared_prefix()]
     try:
         if isinstance(get_store(), RedisStore):
-            with clients.impatient(_PATIENCE) as client:
+            with impatient(_PATIENCE) as client:
                 messages += _server_faults(clients.server(client))
     except ImproperlyConfigured:
         pass  # E001 or E002

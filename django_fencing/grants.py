@@ -38,6 +38,8 @@ class Refusal:
 
     remaining: float | None = None  # seconds until the present lease ends; None: unknown
     held_by: str | None = None  # the present holder, for people
+    came: int = 0  # when the refused one came, as the store counts; 0: it does not wait
+    place: int | None = None  # of the refused one in the line of those who wait, from 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

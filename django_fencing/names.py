@@ -95,6 +95,21 @@ class Keys:
         return f"{self.base}:held"
 
     @property
+    def queue(self) -> str:
+        """The sorted set of those who wait for this resource, by the time at which they came."""
+        return f"{self.base}:queue:{self.member}"
+
+    @property
+    def beats(self) -> str:
+        """The sorted set of those who wait, by the millisecond until which each is alive."""
+        return f"{self.base}:beats:{self.member}"
+
+    @property
+    def wakes(self) -> str:
+        """First part of the lists of those who wait, each followed by the holder's id."""
+        return f"{self.base}:wake:{self.member}:"
+
+    @property
     def done(self) -> str:
         """The sorted set of this tag's holders that released or gave up a moment ago."""
         return f"{self.base}:done"

@@ -1,4 +1,4 @@
-"""When to ask again for a lock that is held."""
+"""How an acquisition waits for a lock that is held: in line, until woken or out of time."""
 
 import random
 import threading
@@ -6,27 +6,90 @@ import time
 from asyncio import CancelledError
 from collections.abc import Iterator
 
+from django_fencing.grants import Holder, Refusal
+from django_fencing.resources import Resource
+from django_fencing.stores.base import Store
 from django_fencing.timing import now
 
-# The pause between two attempts grows from the first to the second, with jitter.
+# The longest that a waiter blocks before it asks again: so much a lost wake-up costs.
+_SLICE = 1.0
+
+# Where a waiter cannot block, the pause between two attempts grows from the first to the second,
+# with jitter.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25
 
+# How long the first in line waits for the lease to have run out.
+_MARGIN = 0.002
 
-def attempts(wait: float, cancelled: threading.Event | None = None) -> Iterator[float]:
-    """
-    Yield the seconds that are left at each attempt: the last one comes at the deadline.
+# How long the store may take to answer: a connection that is stuck does not eat the whole wait.
+_LEAST_PATIENCE, _MOST_PATIENCE = 0.4, 1.0
 
-    Raise CancelledError as soon as `cancelled` is set.
+
+class Waiting:
     """
-    deadline = now() + wait
-    pause = _SHORTEST_PAUSE
-    while True:
-        yield max(0.0, deadline - now())
-        if (rest := deadline - now()) <= 0:
-            return
-        length = min(rest, random.uniform(pause / 2, pause))  # noqa: S311 - jitter
-        if cancelled is None:
-            time.sleep(length)
-        elif cancelled.wait(length):
+    The waiting of one acquisition, for so many seconds.
+
+    `came` is when it came into the line, as the store counts; 0 if it has not.
+    """
+
+    def __init__(self, seconds: float, cancelled: threading.Event | None) -> None:
+        self.came = 0
+        self.in_line = False
+        self._seconds = seconds
+        self._deadline = now() + seconds
+        self._cancelled = cancelled
+        self._pause = _SHORTEST_PAUSE
+        self._refusal: Refusal | None = None  # the newest answer, None if there was none
+
+    def attempts(self, store: Store, resource: Resource, holder: Holder) -> Iterator[float]:
+        """
+        Yield the seconds that are left at each attempt: the last one comes at the deadline.
+
+        Raise CancelledError as soon as the waiting is cancelled.
+        """
+        while True:
+            self._refusal = None
+            yield self.rest
+            if (rest := self.rest) <= 0:
+                return
+            self._block(rest, store, resource, holder)
+
+    def note(self, refusal: Refusal) -> None:
+        """Note the store's answer to this attempt."""
+        self._refusal, self.came = refusal, refusal.came
+        self.in_line = refusal.place is not None
+
+    @property
+    def rest(self) -> float:
+        """Seconds that are left."""
+        return max(0.0, self._deadline - now())
+
+    @property
+    def slice(self) -> float:
+        """For how long the next block may last; 0 at the last attempt."""
+        return min(_SLICE, self.rest)
+
+    @property
+    def patience(self) -> float | None:
+        """For how long the store may take to answer, None if as long as its client waits."""
+        if not self._seconds:
+            return None
+        return min(max(_LEAST_PATIENCE, self.rest), _MOST_PATIENCE)
+
+    def _block(self, rest: float, store: Store, resource: Resource, holder: Holder) -> None:
+        length = min(_SLICE, rest)
+        if self._refusal is not None:
+            if self._refusal.place == 0 and self._refusal.remaining is not None:
+                length = min(length, self._refusal.remaining + _MARGIN)
+            last = length == rest
+            if store.wait(resource, holder, length, punctual=last, cancelled=self._cancelled):
+                return
+        # What is left of a slice in which the connection was lost is not slept away.
+        self._sleep(min(self.rest, random.uniform(self._pause / 2, self._pause)))  # noqa: S311
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _sleep(self, seconds: float) -> None:
+        if self._cancelled is None:
+            time.sleep(seconds)
+        elif self._cancelled.wait(seconds):
             raise CancelledError
-        pause = min(2 * pause, _LONGEST_PAUSE)

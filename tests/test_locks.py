@@ -5,7 +5,6 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -84,7 +83,7 @@ def test_a_waiter_gets_the_lock_when_it_is_released(name: str) -> None:
 
 
 def test_a_waiter_uses_its_whole_budget_and_then_gives_up(name: str) -> None:
-    """The last attempt is at the deadline, and attempts are not in step."""
+    """The last attempt is at the deadline."""
     moments: list[float] = []
     acquire = RedisStore.acquire
 
@@ -96,9 +95,8 @@ def test_a_waiter_uses_its_whole_budget_and_then_gives_up(name: str) -> None:
         (refused,) = in_threads(fenced_lock(name, wait=0.5).acquire)
 
     assert isinstance(refused, LockHeld)
-    assert 0.5 <= moments[-1] - moments[0] < 2
-    assert len({round(later - earlier, 4) for earlier, later in pairwise(moments)}) > 2
-    assert len(moments) < 25
+    first, last = moments
+    assert 0.5 <= last - first < 0.7
 
 
 def test_a_body_never_runs_without_the_lock(name: str) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -27,14 +28,48 @@ class Store(ABC):
 
     Every operation is one atomic step, compares the holder's id, and may be repeated, late
     or doubled: it never touches another holder's lease. Durations are seconds. Each raises
-    StoreUnavailable if the store cannot be asked or holds a value that nobody can use.
+    StoreUnavailable if the store cannot be asked or holds a value that nobody can use; where it
+    takes `patience`, also if the store has not answered after so many seconds, else after as many
+    as its client waits.
     """
 
     @abstractmethod
     def acquire(
-        self, resource: Resource, holder: Holder, *, ttl: float, floor: int
+        self,
+        resource: Resource,
+        holder: Holder,
+        *,
+        ttl: float,
+        floor: int,
+        waits: float = 0,
+        came: int = 0,
+        patience: float | None = None,
     ) -> Grant | Refusal:
-        """Grant the lease unless another holds it; to the same holder, the same token again."""
+        """
+        Grant the lease unless another holds it; to the same holder, the same token again.
+
+        Who `waits` for so many seconds before it asks again stands in line, at the place of the
+        time at which it `came`, and nobody who came later is granted the lease before. With 0 it
+        leaves the line.
+        """
+
+    def wait(
+        self,
+        resource: Resource,
+        holder: Holder,
+        seconds: float,
+        *,
+        punctual: bool,
+        cancelled: threading.Event | None = None,
+    ) -> bool:
+        """
+        Wait until it may be the holder's turn, at most for so many seconds.
+
+        Who need not be `punctual` may wait a little longer, where that is cheaper. Return False at
+        once where one has to ask again and again instead. Raise CancelledError as soon as
+        `cancelled` is set.
+        """
+        return False
 
     @abstractmethod
     def reissue(self, resource: Resource, holder: Holder, *, above: int) -> Grant | Refusal:
@@ -49,9 +84,18 @@ class Store(ABC):
         """Let the holder's own lease end `ttl` seconds from now; False if it is not held."""
 
     @abstractmethod
-    def release(self, resource: Resource, holder: Holder, *, again: bool = False) -> bool:
+    def release(
+        self,
+        resource: Resource,
+        holder: Holder,
+        *,
+        again: bool = False,
+        patience: float | None = None,
+    ) -> bool:
         """
         End the holder's own lease, and say whether this or an earlier release has ended it.
+
+        It is the turn of the first one in the line then. Who only waited leaves the line.
 
         The holder is remembered as done for a minute, so that an acquire of it that arrives
         late is refused, unless it will ask `again`.

@@ -1,8 +1,5 @@
 """Which redis-py client the settings name, and which server and database it talks to."""
 
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import redis
@@ -11,22 +8,14 @@ from django.core.cache import InvalidCacheBackendError, caches
 from django.core.cache.backends.redis import RedisCache
 from django.core.exceptions import ImproperlyConfigured
 from django_redis.client import DefaultClient, ShardClient
-from redis.backoff import NoBackoff
 from redis.client import NEVER_DECODE
 from redis.exceptions import RedisClusterException
-from redis.retry import Retry
 
 from django_fencing.conf import conf
 
 # Replies come as bytes whatever `decode_responses` the client has: a value that another program
 # wrote need not be text.
 RAW: dict[str, Any] = {NEVER_DECODE: []}
-
-# Lets a connection not tell the server which library it is of: redis-py 7 has renamed the option.
-_NAMING = inspect.signature(redis.connection.AbstractConnection.__init__).parameters
-_UNNAMED = dict.fromkeys(
-    ["driver_info"] if "driver_info" in _NAMING else ["lib_name", "lib_version"]
-)
 
 # All that a command may raise where the server cannot be asked.
 FAILURES = (redis.RedisError, RedisClusterException, OSError)
@@ -64,51 +53,6 @@ def client() -> Any:
             f"FENCING['CLIENT_FACTORY']."
         )
     return found
-
-
-@contextmanager
-def answered(client: Any) -> Iterator[None]:
-    """
-    Let no reply be taken for another command's.
-
-    Where an interrupt comes between a command and its reply, redis-py gives the connection back
-    to its pool as it is.
-    """
-    try:
-        yield
-    except FAILURES:
-        raise
-    except BaseException:
-        if pool := getattr(client, "connection_pool", None):
-            pool.disconnect(inuse_connections=False)
-        else:
-            client.disconnect_connection_pools()  # of a cluster
-        raise
-
-
-@contextmanager
-def impatient(seconds: float) -> Iterator[Any]:
-    """
-    Yield a client of the leases' server that gives up after so many seconds.
-
-    It has a connection of its own for as long as the block lasts. A client of a cluster or of a
-    Sentinel is yielded as it is: it waits as its own options say.
-    """
-    given = client()
-    pool: Any = getattr(given, "connection_pool", None)
-    if type(pool) not in (redis.ConnectionPool, redis.BlockingConnectionPool):
-        yield given
-        return
-    options = {key: value for key, value in pool.connection_kwargs.items() if _addresses(key)}
-    options |= {"socket_timeout": seconds, "retry": Retry(NoBackoff(), 0)}
-    options |= {"protocol": 2, **_UNNAMED}  # neither HELLO nor CLIENT SETINFO: a round trip each
-    if "path" not in options:
-        options["socket_connect_timeout"] = seconds
-    own = redis.ConnectionPool(connection_class=pool.connection_class, **options)
-    try:
-        yield redis.Redis(connection_pool=own)
-    finally:
-        own.disconnect()
 
 
 def is_refusal(answer: object) -> bool:
@@ -184,16 +128,3 @@ def _database_of(client: Any) -> tuple[Any, ...] | None:
     address = "127.0.0.1" if host == "localhost" else host, options.get("port", 6379)
     service = getattr(pool, "service_name", None)
     return service or options.get("path") or address, str(options.get("db") or 0)
-
-
-def _addresses(option: str) -> bool:
-    """Say whether this option of a connection tells where and as whom it connects."""
-    return option.startswith("ssl_") or option in (
-        "host",
-        "port",
-        "path",
-        "db",
-        "username",
-        "password",
-        "credential_provider",
-    )

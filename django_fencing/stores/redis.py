@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -14,11 +15,19 @@ from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import JUMP, TOKEN_LIMIT, Grant, Holder, Refusal
 from django_fencing.resources import Resource
 from django_fencing.stores import clients
+from django_fencing.stores.asking import asking, blocking, impatient
 from django_fencing.stores.base import Store
 from django_fencing.stores.inspection import RedisInspector
 
 # Of the hash that is a lease. A lease with another layout counts as held by unknown.
 _LAYOUT = "1"
+
+# What is put between lease.lua and these scripts.
+_SHARED = {"acquire": ("counter", "queue"), "reissue": ("counter",), "release": ("queue",)}
+
+# Seconds by which a server may end the blocking of a client late: it looks ten times a second
+# (`hz`), and the connection is lost if one does not wait for that.
+_LATENESS = 0.2
 
 # Bytes kept of each text that describes the holder: Redis keeps a hash compact as long as no
 # value is longer (hash-max-listpack-value), and the lease stays below 512 bytes.
@@ -34,13 +43,21 @@ class RedisStore(Store):
     """
 
     def acquire(
-        self, resource: Resource, holder: Holder, *, ttl: float, floor: int
+        self,
+        resource: Resource,
+        holder: Holder,
+        *,
+        ttl: float,
+        floor: int,
+        waits: float = 0,
+        came: int = 0,
+        patience: float | None = None,
     ) -> Grant | Refusal:
         keys = resource.keys
         status, *rest = self._run(
             "acquire",
             resource,
-            [keys.lease, keys.done, keys.held, keys.token],
+            [keys.lease, keys.done, keys.held, keys.token, keys.queue, keys.beats, keys.wakes],
             [
                 holder.id.hex,
                 _milliseconds(ttl),
@@ -49,6 +66,8 @@ class RedisStore(Store):
                 TOKEN_LIMIT,
                 _milliseconds(conf.idle_ttl),
                 keys.member,
+                _milliseconds(waits) if waits else 0,
+                came,
                 _LAYOUT,
                 _short(holder.host),
                 holder.pid,
@@ -56,12 +75,37 @@ class RedisStore(Store):
                 _short(resource.row_model._meta.label_lower),
                 _short(str(resource.pk)),
             ],
+            patience,
         )
         if status == "held":
-            return Refusal(remaining=_remaining(rest[0]), held_by=_described(*rest[1:]))
+            remaining, since, place, *described = rest
+            return Refusal(
+                remaining=_remaining(remaining),
+                held_by=_described(*described),
+                came=int(since),
+                place=None if place == "-1" else int(place),
+            )
         if status == "done":
             return Refusal()
         return self._granted(status, rest, resource)
+
+    def wait(
+        self,
+        resource: Resource,
+        holder: Holder,
+        seconds: float,
+        *,
+        punctual: bool,
+        cancelled: threading.Event | None = None,
+    ) -> bool:
+        key = resource.keys.wakes + holder.id.hex
+        try:
+            with blocking(seconds + (0 if punctual else _LATENESS), cancelled) as ask:
+                if ask is not None:
+                    ask("BLPOP", key, f"{max(seconds, 0.001):.3f}")  # 0 is for ever
+                return ask is not None
+        except clients.FAILURES:
+            return False
 
     def reissue(self, resource: Resource, holder: Holder, *, above: int) -> Grant | Refusal:
         keys = resource.keys
@@ -88,19 +132,27 @@ class RedisStore(Store):
         )
         return status == "mine"
 
-    def release(self, resource: Resource, holder: Holder, *, again: bool = False) -> bool:
+    def release(
+        self,
+        resource: Resource,
+        holder: Holder,
+        *,
+        again: bool = False,
+        patience: float | None = None,
+    ) -> bool:
         keys = resource.keys
         (status,) = self._run(
             "release",
             resource,
-            [keys.lease, keys.done, keys.held],
+            [keys.lease, keys.done, keys.held, keys.queue, keys.beats, keys.wakes],
             [holder.id.hex, keys.member, _milliseconds(conf.idle_ttl), int(again)],
+            patience,
         )
         return status == "freed"
 
     @contextmanager
     def inspect(self, seconds: float) -> Iterator[RedisInspector]:
-        with clients.impatient(seconds) as client:
+        with impatient(seconds) as client:
             yield RedisInspector(client)
 
     def describe(self) -> dict[str, object]:
@@ -111,17 +163,23 @@ class RedisStore(Store):
             return {**found, "server": "unknown", "reason": error}
         return {**found, "server": server.name, "version": server.version}
 
-    def _run(self, name: str, resource: Resource, keys: list[str], args: list[Any]) -> list[str]:
+    def _run(
+        self,
+        name: str,
+        resource: Resource,
+        keys: list[str],
+        args: list[Any],
+        patience: float | None = None,
+    ) -> list[str]:
         """Run a script by its digest; where the server has lost it, send it whole."""
         script, digest = _script(name)
         rest = (len(keys), *keys, *args)
         try:
-            client = clients.client()
-            with clients.answered(client):
+            with asking(patience) as ask:
                 try:
-                    reply = client.execute_command("EVALSHA", digest, *rest, **clients.RAW)
+                    reply = ask("EVALSHA", digest, *rest)
                 except redis.exceptions.NoScriptError:
-                    reply = client.execute_command("EVAL", script, *rest, **clients.RAW)
+                    reply = ask("EVAL", script, *rest)
         except clients.FAILURES as error:
             raise StoreUnavailable(
                 f"Cannot {name} {resource.name!r}: {error}", resource=resource.name
@@ -145,7 +203,7 @@ class RedisStore(Store):
 def _script(name: str) -> tuple[str, str]:
     """Return the script and its SHA-1, by which EVALSHA names it."""
     folder = files("django_fencing.stores") / "lua"
-    parts = ["lease", *(["counter"] if name in ("acquire", "reissue") else []), name]
+    parts = ["lease", *_SHARED.get(name, ()), name]
     text = "\n".join((folder / f"{part}.lua").read_text("utf-8") for part in parts)
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
