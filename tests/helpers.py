@@ -19,6 +19,7 @@ from django_fencing.leases import Lease
 from django_fencing.locks import FencedLock, fenced_lock
 from django_fencing.names import Keys
 from django_fencing.resources import ResourceLike, resolve
+from django_fencing.stores import asking
 
 SECONDS = 20  # after which a barrier or a thread that hangs fails its test
 
@@ -53,15 +54,22 @@ def in_background(function: Callable[[], Any]) -> Iterator[Future[Any]]:
 
 @contextmanager
 def counted_calls() -> Iterator[list[str]]:
-    """Collect the names of the commands that redis-py sends: one round trip each."""
+    """Collect the names of the commands that are sent to Redis: one round trip each."""
     calls: list[str] = []
-    original = redis.client.Redis.execute_command
+    execute_command, ask_until = redis.client.Redis.execute_command, asking._ask_until
 
-    def execute_command(self: Any, *args: Any, **options: Any) -> Any:
+    def executed(self: Any, *args: Any, **options: Any) -> Any:
         calls.append(str(args[0]))
-        return original(self, *args, **options)
+        return execute_command(self, *args, **options)
 
-    with mock.patch.object(redis.client.Redis, "execute_command", execute_command):
+    def asked(deadline: float, pool: Any, *args: Any, **options: Any) -> Any:
+        calls.append(str(args[0]))
+        return ask_until(deadline, pool, *args, **options)
+
+    with (
+        mock.patch.object(redis.client.Redis, "execute_command", executed),
+        mock.patch.object(asking, "_ask_until", asked),
+    ):
         yield calls
 
 

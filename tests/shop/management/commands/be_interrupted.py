@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import uuid
+import warnings
 from collections import Counter as Tally
 from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
@@ -31,6 +32,9 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Write how many rounds ended in which way."""
+        # redis-py makes a socket in one step and keeps it in another; the garbage collector closes
+        # one that was interrupted in between.
+        warnings.filterwarnings("ignore", "unclosed <socket", ResourceWarning)
         number = signal.Signals[options["signal"]]
         play = waiting if options["held"] else working
         with fenced_atomic(uuid.uuid4().hex):  # everything is connected and loaded
