@@ -55,7 +55,8 @@ class Acquisition:
         """Hold the lease."""
         with self.undone():
             lease = self.acquire()
-            yield lease
+            with lease._entered():
+                yield lease
         lease._leave(None)
 
     @contextmanager
@@ -75,7 +76,8 @@ class Acquisition:
                     raise
 
             lease = self._acquire(settle)
-            yield lease
+            with lease._entered():
+                yield lease
         lease._leave(None)
 
     @contextmanager
@@ -184,7 +186,7 @@ class Acquisition:
     def _held(self, refusal: Refusal) -> LockHeld:
         held_by = refusal.held_by or "unknown"
         if self._by_its_holder:
-            held_by += ", in this very thread or task: a lock is not re-entrant"
+            held_by += ", in this very thread or task, which enters it again in a block only"
         error = self._refused(f"is held by {held_by}", refusal)
         if not self._contended:
             self._contended = True

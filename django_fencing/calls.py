@@ -17,7 +17,9 @@ from django_fencing.resources import ResourceLike
 
 
 class Call:
-    """A call of a plain function. Views and commands have their own kinds."""
+    """A call of a plain function, which enters a lock again that its flow holds."""
+
+    reenters = True
 
     def answered(self, locked: Callable[[], Any]) -> Any:
         """Return what `locked` returns, and turn its errors into what the caller expects."""
@@ -34,6 +36,12 @@ class Call:
     def skipped(self, held: LockHeld) -> Any:
         """Return what stands for the result of a body that has not run."""
         return None
+
+
+class Entry(Call):
+    """A call by which work comes in: it asks the store, whatever its flow holds."""
+
+    reenters = False
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from django.core.management.base import BaseCommand, CommandError
 
-from django_fencing.calls import Call
+from django_fencing.calls import Entry
 from django_fencing.exceptions import (
     FencingError,
     InvalidResource,
@@ -27,7 +27,7 @@ RETURN_CODES: dict[type[FencingError], int] = {
 }
 
 
-class CommandCall(Call):
+class CommandCall(Entry):
     """
     A call of a command's handle().
 

@@ -45,7 +45,8 @@ def as_function(
         task = flow.current_flow()
         flow.hold(lease)
         try:
-            return await function(*args, **kwargs)
+            with lease._entered():
+                return await function(*args, **kwargs)
         finally:
             flow.let_go(lease, task)
 

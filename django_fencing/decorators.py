@@ -12,8 +12,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from django.core.management.base import BaseCommand
 
-from django_fencing import calls, coroutines
-from django_fencing.calls import Call
+from django_fencing import calls, coroutines, flow
+from django_fencing.calls import Call, Entry
 from django_fencing.commands import CommandCall
 from django_fencing.exceptions import LockHeld, NoSuchRow
 from django_fencing.http import OwnTransactions, ViewCall, request_of
@@ -136,16 +136,17 @@ class _Work:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        by: flow.Flow | None = None,
         cancelled: threading.Event | None = None,
     ) -> Any:
-        """Run one call; of a function that returns an awaitable if it can be `cancelled`."""
+        """Run one call `by` a flow; of a function that returns an awaitable if `cancelled`."""
         call = self._call(args)
-        return call.answered(functools.partial(self._locked, call, args, kwargs, cancelled))
+        return call.answered(functools.partial(self._locked, call, args, kwargs, by, cancelled))
 
     def _call(self, args: tuple[Any, ...]) -> Call:
         """Return the kind of the call, which its first arguments tell."""
-        if args and isinstance(args[0], BaseCommand) and self.respond:
-            return CommandCall(args[0])
+        if args and isinstance(args[0], BaseCommand):
+            return CommandCall(args[0]) if self.respond else Entry()
         if request := next(filter(None, map(request_of, args[:2])), None):
             return ViewCall(request, self.own_transactions, responds=self.respond)
         return Call()
@@ -155,6 +156,7 @@ class _Work:
         call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        by: flow.Flow | None,
         cancelled: threading.Event | None,
     ) -> Any:
         lock = FencedLock(
@@ -166,7 +168,7 @@ class _Work:
             function=self.label,
         )
         try:
-            acquisition = lock.ask(cancelled)
+            acquisition = lock.enter(by, cancelled) if call.reenters else lock.ask(cancelled)
         except NoSuchRow as error:
             raise call.missing(error) from error
         holding = acquisition.opened() if self.in_transaction else acquisition.leased()
@@ -210,7 +212,7 @@ class _Work:
 def _function(work: _Work) -> Callable[..., Any]:
     def fenced(*args: Any, **kwargs: Any) -> Any:
         if coroutines.dispatches_async(work.function, args):
-            return coroutines.in_thread(functools.partial(work.run, args, kwargs))
+            return coroutines.in_thread(functools.partial(work.run, args, kwargs, None))
         return work.run(args, kwargs)
 
     return fenced
@@ -218,7 +220,8 @@ def _function(work: _Work) -> Callable[..., Any]:
 
 def _coroutine_function(work: _Work) -> Callable[..., Any]:
     async def fenced(*args: Any, **kwargs: Any) -> Any:
-        return await coroutines.in_thread(functools.partial(work.run, args, kwargs))
+        by = flow.current_flow()
+        return await coroutines.in_thread(functools.partial(work.run, args, kwargs, by))
 
     return fenced
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 from django.db import connections
@@ -21,14 +21,14 @@ from django_fencing.grants import Holder
 if TYPE_CHECKING:
     from django_fencing.leases import Lease
 
-    Flow = threading.Thread | asyncio.Task[object]
+Flow: TypeAlias = threading.Thread | asyncio.Task[object]
 
 # Weak on both sides: neither a thread that ended nor a lease that was dropped stays in here.
-_held: WeakKeyDictionary["Flow", list["ref[Lease]"]] = WeakKeyDictionary()
+_held: WeakKeyDictionary[Flow, list["ref[Lease]"]] = WeakKeyDictionary()
 _fenced: WeakKeyDictionary[BaseDatabaseWrapper, "Lease"] = WeakKeyDictionary()
 
 
-def current_flow() -> "Flow":
+def current_flow() -> Flow:
     """Return the running asyncio task, else the thread: the object itself, never its id."""
     try:
         task = asyncio.current_task()
@@ -51,7 +51,7 @@ def hold(lease: "Lease") -> None:
     leases.append(ref(lease, leases.remove))
 
 
-def let_go(lease: "Lease", flow: "Flow") -> None:
+def let_go(lease: "Lease", flow: Flow) -> None:
     """Forget that `flow` holds `lease`."""
     with suppress(ValueError):  # let go already
         _held.get(flow, []).remove(ref(lease))

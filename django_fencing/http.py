@@ -21,7 +21,7 @@ from django.template.loader import render_to_string
 from django.utils.cache import patch_vary_headers
 
 from django_fencing import flow
-from django_fencing.calls import Call
+from django_fencing.calls import Entry
 from django_fencing.exceptions import (
     FencingError,
     LeaseLost,
@@ -190,7 +190,7 @@ class OwnTransactions(set[str]):
 _locked: ContextVar[HttpRequest | None] = ContextVar("_locked", default=None)
 
 
-class ViewCall(Call):
+class ViewCall(Entry):
     """A call of a view."""
 
     def __init__(

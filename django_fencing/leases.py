@@ -61,6 +61,7 @@ class Lease:
         self._resource = resource
         self._since = sent
         self._ends = sent + ttl
+        self._entered_by: flow.Flow | None = None  # who may enter it again
         self._ending = Ending(store, resource, holder)
         self._registrar = Registrar(store, resource, holder, token, seen)
 
@@ -191,13 +192,28 @@ class Lease:
         )
         return self._ending.give_back(self)
 
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Let this flow, and no other, enter the lease again during the block."""
+        before, self._entered_by = self._entered_by, flow.current_flow()
+        try:
+            yield
+        finally:
+            self._entered_by = before
+
+    def _is_entered_by(self, who: flow.Flow) -> bool:
+        ended = self.lost or self._ending.released is not None or self._ending.kept
+        return self._entered_by is who and not ended
+
     def _leave(self, error: BaseException | None) -> None:
         """Release at the end of a block that has raised `error`."""
+        self._entered_by = None
         self._ending.leave(self, error)
 
     def _keep(self) -> Callable[[], None]:
         """Outlive the block that ends without an error, and return what ends the lease instead."""
         self._ending.kept = True
+        self._entered_by = None
         return lambda: self._ending.end_kept(self)
 
     @property
@@ -210,6 +226,17 @@ class Lease:
         self._registrar.register(self._patience(wait))
         if not self._store.confirm(self._resource, self.holder):
             raise NotRegistered("its lease ran out meanwhile")
+
+    def _register_anew(self) -> None:
+        """Register a lease whose block has begun, unless that is done. Raise LeaseLost."""
+        alias = self._resource.alias
+        if self._registrar.is_registered or flow.fenced_by(alias) is self:
+            return
+        flow.refuse_transaction(alias, "register", self.resource, "lock before it is opened.")
+        try:
+            self._register()
+        except NotRegistered as error:
+            raise self._lose(f"it could not be registered: {error}") from error
 
     def _open(self, fenced: ExitStack, wait: float = 0) -> FencedResource:
         """Enter the fenced transaction on `fenced`, return its row. Raise NotRegistered."""

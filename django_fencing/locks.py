@@ -13,7 +13,8 @@ from django_fencing import flow
 from django_fencing.acquisitions import Acquisition
 from django_fencing.conf import conf
 from django_fencing.leases import Lease
-from django_fencing.resources import ResourceLike, resolve
+from django_fencing.reentry import Reentry, entered
+from django_fencing.resources import Resource, ResourceLike, resolve
 from django_fencing.stores.base import get_store
 from django_fencing.timing import Duration, seconds
 
@@ -41,12 +42,15 @@ def fenced_lock(
     acquire(). `ttl` and `wait` are seconds or timedeltas; None means the setting. `using` is
     the database of a name's fence, or of the row in (Model, pk).
 
+    Who waits stands in line: first come, first served. A block, or a decorated function, that asks
+    for what its thread or task holds by another one gets the same lease at once.
+
     Entering registers the lease in the database before the body reads anything. With
     `register=False` that is left to the first lease.atomic(): for work that neither reads nor
     calls anything before it.
 
     Entering raises LockHeld if the lock was not to be had within `wait`, StoreUnavailable if
-    the store could not be asked, InsideTransaction in a transaction on the fence's database,
+    the store could not be asked or the wait is over without an answer, InsideTransaction in a transaction on the fence's database,
     InvalidResource, TypeError or ValueError for arguments that mean nothing.
     """
     return FencedLock(resource=resource, ttl=ttl, wait=wait, using=using, register=register)
@@ -67,7 +71,7 @@ def fenced_atomic(
     is released after the commit. The arguments and errors are those of fenced_lock().
     """
     lock = FencedLock(resource=resource, ttl=ttl, wait=wait, using=using, register=False)
-    acquisition = lock.ask()
+    acquisition = lock.enter()
     with acquisition.undone(), acquisition.opened() as lease:
         yield lease.row
 
@@ -83,7 +87,9 @@ class FencedLock:
     register: bool = True
     function: str = ""  # who asks; found on the stack if empty
     seen: int | None = None  # StaleToken if anybody has registered after this token
-    _entered: list[tuple[object, Lease]] = field(default_factory=list, init=False, repr=False)
+    _entered: list[tuple[object, Lease | Reentry]] = field(
+        default_factory=list, init=False, repr=False
+    )
 
     def acquire(self) -> Lease:
         """Return a lease, which the caller releases. Raise as fenced_lock() says."""
@@ -91,11 +97,25 @@ class FencedLock:
 
     def ask(self, cancelled: threading.Event | None = None) -> Acquisition:
         """Return an acquisition of its own. Raise for what can be refused before it is sent."""
+        return self._ask(resolve(self.resource, self.using), cancelled)
+
+    def enter(
+        self, by: flow.Flow | None = None, cancelled: threading.Event | None = None
+    ) -> Acquisition | Reentry:
+        """
+        Return an acquisition, or the lease once more if the flow `by` holds it in a block.
+
+        That is looked at before whether a transaction is open: it may be the lease's own.
+        """
+        resource = resolve(self.resource, self.using)
+        again = entered(resource, by or flow.current_flow(), register=self.register)
+        return again or self._ask(resource, cancelled)
+
+    def _ask(self, resource: Resource, cancelled: threading.Event | None) -> Acquisition:
         ttl = conf.ttl if self.ttl is None else seconds("ttl", self.ttl, most=conf.max_ttl)
         wait = conf.wait
         if self.wait is not None:
             wait = seconds("wait", self.wait, most=conf.max_ttl, zero=True)
-        resource = resolve(self.resource, self.using)
         flow.refuse_transaction(resource.alias, "lock", resource.name, _cure(resource.alias))
         return Acquisition(
             store=get_store(),
@@ -109,9 +129,14 @@ class FencedLock:
         )
 
     def __enter__(self) -> Lease:
-        acquisition = self.ask()
+        acquisition = self.enter()
+        if isinstance(acquisition, Reentry):
+            lease = acquisition.acquire()
+            self._entered.append((flow.current_flow(), acquisition))
+            return lease
         try:
             lease = acquisition.acquire()
+            lease._entered_by = flow.current_flow()
             self._entered.append((flow.current_flow(), lease))
             return lease
         except BaseException as error:
@@ -126,10 +151,12 @@ class FencedLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._leaving()._leave(error)
+        left = self._leaving()
+        if isinstance(left, Lease):
+            left._leave(error)
 
-    def _leaving(self) -> Lease:
-        """Take the lease of the block that is left: the newest of this flow, or the only one."""
+    def _leaving(self) -> Lease | Reentry:
+        """Take what the block that is left has entered: the newest of this flow, or the only."""
         here = [entry for entry in self._entered if entry[0] is flow.current_flow()]
         if not here and len(self._entered) > 1:
             raise RuntimeError("A shared lock is left by a flow that has not entered it.")

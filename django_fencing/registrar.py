@@ -94,6 +94,11 @@ class Registrar:
         raise NotRegistered("others registered first, again and again")
 
     @property
+    def is_registered(self) -> bool:
+        """Whether a transaction that has registered the token is committed."""
+        return self._registered
+
+    @property
     def _mine(self) -> Registration:
         return Registration(self.token, self._holder.id)
 

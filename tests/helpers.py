@@ -73,6 +73,16 @@ def counted_calls() -> Iterator[list[str]]:
         yield calls
 
 
+@contextmanager
+def held_elsewhere(resource: ResourceLike, **options: Any) -> Iterator[Lease]:
+    """Let another thread hold the lock of a resource during the block."""
+    (lease,) = in_threads(fenced_lock(resource, **options).acquire)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
 def keys_of(resource: ResourceLike) -> Keys:
     """Return the keys of a resource in Redis."""
     return resolve(resource).keys

@@ -18,11 +18,18 @@ from django.urls import include, path, reverse
 from django_fencing import flow
 from django_fencing.admin import FencedResourceAdmin
 from django_fencing.exceptions import LockHeld
-from django_fencing.leases import Lease
 from django_fencing.locks import fenced_atomic, fenced_lock
 from django_fencing.signals import lease_acquired, lease_released
 from tests.browser import fields_of, logged_in, superuser
-from tests.helpers import cache_at, commit, counted_calls, expire, in_threads, keys_of
+from tests.helpers import (
+    cache_at,
+    commit,
+    counted_calls,
+    expire,
+    held_elsewhere,
+    in_threads,
+    keys_of,
+)
 from tests.shop.admin import JobAdmin
 from tests.shop.models import Entry, Job, UrgentJob
 
@@ -85,16 +92,6 @@ def assert_untouched(row: Any) -> None:
     assert not Entry.objects.exists()
     assert not LogEntry.objects.exists()
     assert flow.held() == []
-
-
-@contextmanager
-def held_elsewhere(row: Any, **options: Any) -> Iterator[Lease]:
-    """Let another thread hold the lock of a row during the block."""
-    (lease,) = in_threads(fenced_lock(row, **options).acquire)
-    try:
-        yield lease
-    finally:
-        lease.release()
 
 
 @contextmanager

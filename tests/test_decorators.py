@@ -21,7 +21,7 @@ from django_fencing.exceptions import InsideTransaction, InvalidResource, LockHe
 from django_fencing.leases import Lease, current_lease
 from django_fencing.locks import fenced_lock
 from django_fencing.models import Fence
-from tests.helpers import SECONDS, counted_calls, in_threads, keys_of
+from tests.helpers import SECONDS, counted_calls, held_elsewhere, in_threads, keys_of
 from tests.shop.models import Job
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -240,7 +240,7 @@ def test_on_held_says_what_a_refused_call_does(name: str) -> None:
     def body() -> None:
         pytest.fail("The body ran.")
 
-    with fenced_lock(name):
+    with held_elsewhere(name):
         with pytest.raises(LockHeld):
             with_fenced_lock(name)(body)()
         assert with_fenced_lock(name, on_held="skip")(body)() is None

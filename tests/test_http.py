@@ -61,6 +61,7 @@ from tests.helpers import (
     committing,
     counted_calls,
     expire,
+    held_elsewhere,
     in_threads,
     keys_of,
     statements,
@@ -742,7 +743,7 @@ def test_a_function_that_takes_no_request_first_or_second_is_no_view(name: str) 
     def notify(recipient: str, text: str, request: HttpRequest) -> None:
         never()
 
-    with fenced_lock(name), pytest.raises(LockHeld):
+    with held_elsewhere(name), pytest.raises(LockHeld):
         notify("a", "b", RequestFactory().get("/"))
 
 

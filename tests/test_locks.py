@@ -19,7 +19,14 @@ from django_fencing.locks import fenced_atomic, fenced_lock
 from django_fencing.models import Fence
 from django_fencing.stores.redis import RedisStore
 from django_fencing.timing import now
-from tests.helpers import counted_calls, in_background, in_threads, keys_of, wait_until
+from tests.helpers import (
+    counted_calls,
+    held_elsewhere,
+    in_background,
+    in_threads,
+    keys_of,
+    wait_until,
+)
 from tests.shop.models import Job
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -101,7 +108,7 @@ def test_a_waiter_uses_its_whole_budget_and_then_gives_up(name: str) -> None:
 
 def test_a_body_never_runs_without_the_lock(name: str) -> None:
     """A refused with-statement and a refused fenced_atomic raise instead."""
-    with fenced_lock(name):
+    with held_elsewhere(name):
         with pytest.raises(LockHeld), fenced_lock(name, wait=0.05):
             pytest.fail("The body ran.")
         with pytest.raises(LockHeld), fenced_atomic(name, wait=0.05):
