@@ -50,8 +50,8 @@ def fenced_lock(
     calls anything before it.
 
     Entering raises LockHeld if the lock was not to be had within `wait`, StoreUnavailable if
-    the store could not be asked or the wait is over without an answer, InsideTransaction in a transaction on the fence's database,
-    InvalidResource, TypeError or ValueError for arguments that mean nothing.
+    the store could not be asked until then, InsideTransaction in a transaction on the fence's
+    database, InvalidResource, TypeError or ValueError for arguments that mean nothing.
     """
     return FencedLock(resource=resource, ttl=ttl, wait=wait, using=using, register=register)
 
