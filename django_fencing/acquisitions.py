@@ -9,6 +9,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 
 from django_fencing import flow
+from django_fencing.endings import OnLost
 from django_fencing.exceptions import LeaseLost, LockHeld, StaleToken, StoreUnavailable
 from django_fencing.fences import NotRegistered
 from django_fencing.grants import Grant, Holder, Refusal
@@ -41,6 +42,8 @@ class Acquisition:
     wait: float
     register: bool
     seen: int | None
+    renewal: float  # for how long the lease is renewed; 0: it is not
+    on_lost: OnLost
     cancelled: threading.Event | None  # set when nobody waits for the lease any more
     lease: Lease | None = None  # once it is granted
     _doubtful: bool = False  # whether an attempt's outcome is unknown
@@ -121,6 +124,7 @@ class Acquisition:
                     failure, self._doubtful = error, True
                 else:
                     flow.hold(lease)
+                    lease._keep_alive()
                     return lease
             raise failure
         except BaseException as error:
@@ -166,6 +170,8 @@ class Acquisition:
             ttl=self.ttl,
             sent=sent,
             seen=self.seen,
+            renewal=self.renewal,
+            on_lost=self.on_lost,
         )
 
     def _register(self, lease: Lease, rest: float) -> None:

@@ -1,7 +1,7 @@
 """The admin: the page of the fence tokens, and forms that save under the row's lock."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -10,8 +10,8 @@ from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import flatten_fieldsets, quote, unquote
 from django.contrib.auth import get_permission_codename
 from django.core.checks import CheckMessage, Error
-from django.core.exceptions import PermissionDenied
-from django.db import models
+from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.db import models, transaction
 from django.http import HttpRequest
 from django.template.response import TemplateResponse
 from django.urls import reverse
@@ -22,7 +22,8 @@ from django.utils.translation import gettext_lazy
 from django.views.decorators.csrf import csrf_protect
 
 from django_fencing import forms, http
-from django_fencing.exceptions import InvalidResource
+from django_fencing.exceptions import FencingError, InvalidResource
+from django_fencing.forms import Comparison
 from django_fencing.locks import FencedLock
 from django_fencing.models import FENCE_FIELDS, Fence, FencedResource
 from django_fencing.overview import fenced_models, overview
@@ -113,6 +114,7 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """
 
     transactions = http.OwnTransactions()
+    comparison: Comparison | None = None  # of what is sent, while that is looked at
 
     @method_decorator(csrf_protect)
     def changeform_view(
@@ -125,22 +127,35 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Show the form; save what it sends under the lock."""
         rest = (object_id, form_url, extra_context)
         row = self._row_to_save(request, object_id)
-        seen = forms.token_in(request.POST)
-        if row is None or seen is None:
-            view = self if row is None else self._comparing(forms.refusal_of(None))
+        if row is None:
             with self.transactions.opened(request):
-                return super(FencedResourceAdmin, view).changeform_view(request, *rest)
+                return super().changeform_view(request, *rest)
+        if (seen := forms.token_in(request.POST)) is None:
+            return self._refused(None, request, *rest)
         lock = FencedLock(resource=row, wait=0, register=False, function=self._name, seen=seen)
         acquisition = lock.ask()
         with acquisition.undone(), ExitStack() as held:
             try:
                 held.enter_context(acquisition.opened())
             except (*http.ANSWERED, InvalidResource) as error:
-                view, alias = self._comparing(forms.refusal_of(error)), ""
-            else:
-                view, alias = self._comparing(), acquisition.resource.alias
-            with self.transactions.opened(request, alias):
-                return super(FencedResourceAdmin, view).changeform_view(request, *rest)
+                return self._refused(error, request, *rest)
+            return self._compared(acquisition.resource.alias, request, *rest)
+
+    def _refused(self, error: FencingError | None, request: HttpRequest, *rest: Any) -> Any:
+        """Show the form that was sent, with the reason why it is not saved."""
+        refusing = self._comparing(Comparison(request.POST, forms.refusal_of(error)))
+        with self.transactions.opened(request):
+            return super(FencedResourceAdmin, refusing).changeform_view(request, *rest)
+
+    def _compared(self, alias: str, request: HttpRequest, *rest: Any) -> Any:
+        """Save the form that was sent, if nothing has changed; the fenced transaction is open."""
+        comparison = Comparison(request.POST)
+        comparing = self._comparing(comparison, alias)
+        with self.transactions.opened(request, alias):
+            response = super(FencedResourceAdmin, comparing).changeform_view(request, *rest)
+            if comparison.shown:  # nothing was saved, so nobody has worked on the row
+                transaction.set_rollback(True, using=alias)
+            return response
 
     def render_change_form(
         self,
@@ -155,10 +170,11 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if obj is not None:
             shown = context["adminform"]
             formsets = [inline.formset for inline in context["inline_admin_formsets"]]
-            if forms.is_refused(shown.form, formsets):
-                obj.fence_sent_back = forms.sent_back(request.POST, shown.form, formsets)
-            else:
+            if self.comparison is None:
                 obj.fence_sent_back = forms.made_from(obj, shown.form, formsets)
+            else:
+                self.comparison.shown = True
+                obj.fence_sent_back = forms.sent_back(request.POST, formsets)
             if _SHOWN_FENCE[0] not in flatten_fieldsets(shown.fieldsets):
                 shown.fieldsets = [*shown.fieldsets, (_("Fence"), {"fields": _SHOWN_FENCE})]
             shown.readonly_fields = [*dict.fromkeys([*shown.readonly_fields, *_SHOWN_FENCE])]
@@ -183,12 +199,11 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     @admin.display(description=gettext_lazy("last fence token"))
     def shown_fence_token(self, row: FencedResource) -> str:
         """Show the token, and what the form is to send back."""
-        hidden = format_html_join(
-            "",
-            '<input type="hidden" name="{}" value="{}">',
-            getattr(row, "fence_sent_back", {}).items(),
-        )
-        return format_html("{}{}", row.last_fence_token, hidden)
+        sent_back = getattr(row, "fence_sent_back", {})
+        hidden = '<input type="hidden" name="{}" value="{}">'
+        # What is not saved is rolled back, the move of the fence too.
+        token = forms.token_in(sent_back) if self.comparison else row.last_fence_token
+        return format_html("{}{}", token, format_html_join("", hidden, sent_back.items()))
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
         """Refuse a model without a fence, and list_editable, which saves without the lock."""
@@ -219,32 +234,55 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def _name(self) -> str:
         return f"{type(self).__module__}.{type(self).__qualname__}"
 
-    def _comparing(self, refusal: str = "") -> "FencedResourceAdmin":
-        """Return an admin like this one, whose forms are compared with what they were made from."""
+    def _comparing(self, comparison: Comparison, alias: str = "") -> "FencedResourceAdmin":
+        """Return an admin like this one that compares what it is sent, and reads from `alias`."""
         # What a subclass has overridden is asked here, and cannot let a form pass.
-        get_form: Any = self.get_form
-        get_formsets: Any = self.get_formsets_with_inlines
-        get_object: Any = self.get_object
+        admin: Any = copy.copy(self)
+        get_form, get_formsets = admin.get_form, admin.get_formsets_with_inlines
+        get_object, get_queryset = admin.get_object, admin.get_queryset
+        get_inlines, save_form = admin.get_inline_instances, admin.save_form
 
         def compared_form(*args: Any, **kwargs: Any) -> Any:
-            return forms.comparing(get_form(*args, **kwargs), refusal)
+            return comparison.of_form(get_form(*args, **kwargs))
 
         def compared_formsets(request: HttpRequest, obj: Any = None) -> Iterator[Any]:
             for formset, inline in get_formsets(request, obj):
-                writes = inline.has_change_permission(request, obj)
-                yield forms.comparing(formset) if writes and not refusal else formset, inline
+                asked = (inline.has_change_permission, inline.has_delete_permission)
+                writes = any(may(request, obj) for may in asked)
+                yield comparison.of_formset(formset) if writes else formset, inline
 
         def whole_row(*args: Any, **kwargs: Any) -> Any:
             row = get_object(*args, **kwargs)
-            if row is not None and FENCE_FIELDS[0] in row.get_deferred_fields():
-                row.refresh_from_db(fields=FENCE_FIELDS)
+            if row is not None and row.get_deferred_fields().intersection(FENCE_FIELDS):
+                row.refresh_from_db(using=alias or None, fields=FENCE_FIELDS)
                 row._note_fence()  # it was just read, under the row lock
             return row
 
-        compared: Any = copy.copy(self)
-        compared.get_form, compared.get_object = compared_form, whole_row
-        compared.get_formsets_with_inlines = compared_formsets
-        return cast("FencedResourceAdmin", compared)
+        def inlines(*args: Any, **kwargs: Any) -> Any:
+            found = get_inlines(*args, **kwargs)
+            for inline in found:
+                inline.get_queryset = _reading_from(alias, inline.get_queryset)
+            return found
+
+        def save_compared_form(request: HttpRequest, form: Any, change: bool) -> Any:
+            if not comparison.passed:
+                raise ImproperlyConfigured(
+                    f"{self._name} would save a form without comparing it: let full_clean() of the "
+                    f"form that get_form() makes decide whether it is valid."
+                )
+            return save_form(request, form, change)
+
+        admin.comparison = comparison
+        admin.get_form, admin.get_formsets_with_inlines = compared_form, compared_formsets
+        admin.get_object, admin.save_form = whole_row, save_compared_form
+        if alias:  # and not from a replica
+            admin.get_queryset = _reading_from(alias, get_queryset)
+            admin.get_inline_instances = inlines
+        return cast("FencedResourceAdmin", admin)
+
+
+def _reading_from(alias: str, get_queryset: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda request: get_queryset(request).using(alias)
 
 
 def _title(model: type[models.Model]) -> str:

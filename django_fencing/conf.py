@@ -18,6 +18,7 @@ DEFAULTS: dict[str, Any] = {
     "TTL": 30,
     "MAX_TTL": 86_400,
     "WAIT": 0,
+    "MAX_RENEWAL": 3_600,
     "IDLE_TTL": 604_800,
     "PREFIX": "fencing",
     "NAMESPACE": "",
@@ -65,6 +66,11 @@ class Conf:
     def wait(self) -> float:
         """How long to wait for a lock that does not say its own; 0 is one attempt."""
         return self._seconds("WAIT", most=self.max_ttl, zero=True)
+
+    @property
+    def max_renewal(self) -> float:
+        """For how long a lease may be renewed."""
+        return self._seconds("MAX_RENEWAL", most=2**31)
 
     @property
     def idle_ttl(self) -> float:

@@ -15,6 +15,7 @@ from django.core.management.base import BaseCommand
 from django_fencing import calls, coroutines, flow
 from django_fencing.calls import Call, Entry
 from django_fencing.commands import CommandCall
+from django_fencing.endings import OnLost
 from django_fencing.exceptions import LockHeld, NoSuchRow
 from django_fencing.http import OwnTransactions, ViewCall, request_of
 from django_fencing.leases import Lease
@@ -40,6 +41,8 @@ def with_fenced_lock(
     atomic: bool | None = None,
     on_held: OnHeld = "raise",
     respond: bool = True,
+    renew: bool | Duration = False,
+    on_lost: OnLost = None,
 ) -> Callable[[Callable[P, R]], Callable[..., R]]:
     """
     Run the function under the fenced lock of `resource`.
@@ -54,7 +57,7 @@ def with_fenced_lock(
     that choice.
 
     Where the lock is held, `on_held` says what the call does: "raise" LockHeld, "skip" the
-    body, or return what a callable makes of the LockHeld. `ttl`, `wait`, `using` and all other
+    body, or return what a callable makes of the LockHeld. The other arguments and all other
     errors are those of fenced_lock().
 
     What is called decides how errors show, unless `respond` is False:
@@ -79,6 +82,8 @@ def with_fenced_lock(
     for name, length in (("ttl", ttl), ("wait", wait)):
         if length is not None:  # how long it may be is known at the call
             seconds(name, length, most=math.inf, zero=name == "wait")
+    if not isinstance(renew, bool):
+        seconds("renew", renew, most=math.inf)
 
     def decorate(*functions: Callable[P, R], **options: Any) -> Callable[..., R]:
         if len(functions) != 1 or options:
@@ -102,6 +107,8 @@ def with_fenced_lock(
             takes_lease=takes_lease,
             on_held=on_held,
             respond=respond,
+            renew=renew,
+            on_lost=on_lost,
             label=calls.label_of(function),
             own_transactions=own_transactions,
         )
@@ -129,6 +136,8 @@ class _Work:
     takes_lease: bool
     on_held: OnHeld
     respond: bool
+    renew: bool | Duration
+    on_lost: OnLost
     label: str
     own_transactions: OwnTransactions
 
@@ -165,6 +174,8 @@ class _Work:
             wait=self.wait,
             using=self.using,
             register=not self.in_transaction,
+            renew=self.renew,
+            on_lost=self.on_lost,
             function=self.label,
         )
         try:

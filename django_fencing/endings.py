@@ -1,18 +1,23 @@
 """How a lease ends: given back, or lost."""
 
 import logging
+import os
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 from django_fencing import flow
 from django_fencing.exceptions import InsideTransaction, StoreUnavailable
 from django_fencing.grants import Holder
 from django_fencing.resources import Resource
-from django_fencing.signals import lease_lost, lease_released
+from django_fencing.signals import key_values, lease_lost, lease_released, logger
 from django_fencing.stores.base import Store
 
 if TYPE_CHECKING:
     from django_fencing.leases import Lease
+
+
+OnLost: TypeAlias = "Callable[[Lease], object] | None"
 
 
 class Ending:
@@ -24,7 +29,7 @@ class Ending:
     the lease's block goes on to hold it.
     """
 
-    def __init__(self, store: Store, resource: Resource, holder: Holder) -> None:
+    def __init__(self, store: Store, resource: Resource, holder: Holder, on_lost: OnLost) -> None:
         self.released: bool | None = None
         self.lost = False
         self.kept = False
@@ -32,21 +37,30 @@ class Ending:
         self._store = store
         self._resource = resource
         self._holder = holder
+        self._on_lost = on_lost
         self._flow = flow.current_flow()
-        self._releasing = threading.Lock()
+        self.asking = threading.Lock()  # one answer of the store at a time
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the lease belongs to the process that has forked this one."""
+        return self._holder.pid != os.getpid()
 
     @property
     def is_open(self) -> bool:
         """Whether nobody has given the lease back, or tried to."""
-        return self.released is None and not self.told
+        return self.released is None and not self.told and not self.is_foreign
 
     def give_back(self, lease: "Lease") -> bool:
         """Release, also inside a transaction. Raise StoreUnavailable; then call it again."""
-        with self._releasing:
+        if self.is_foreign:
+            return False
+        with self.asking:
             first = self.released is None
             if first:
                 self.released = self._store.release(self._resource, self._holder)
         flow.let_go(lease, self._flow)
+        lease._end_renewal()
         if first and self.released:
             lease_released.announce(
                 self._resource, {"token": lease.token, "held": lease._age}, lease=lease
@@ -93,8 +107,13 @@ class Ending:
 
     def lose(self, lease: "Lease", reason: str, level: int | None = None) -> None:
         """Note that the lease has ended other than by its release."""
-        self.lost = True
+        self._note_loss(lease)
         self._tell(lease, reason, level)
+
+    def refuse(self, lease: "Lease") -> None:
+        """Note that the database has refused the lease, which is announced as that."""
+        self.told = True
+        self._note_loss(lease)
 
     def tell_not_given_back(
         self, lease: "Lease", failure: Exception, error: BaseException | None = None
@@ -102,6 +121,15 @@ class Ending:
         """Announce that the lease will run out; `error` may have said so already."""
         level = logging.INFO if isinstance(error, StoreUnavailable) else None
         self._tell(lease, f"it was not given back and will run out: {failure}", level)
+
+    def _note_loss(self, lease: "Lease") -> None:
+        first, self.lost = not self.lost, True
+        lease._end_renewal()
+        if first and self._on_lost is not None:
+            try:
+                self._on_lost(lease)
+            except Exception:  # noqa: BLE001 - it changes nothing, as a signal's receiver
+                logger.exception("%s", key_values("on_lost_failed", {"resource": lease.resource}))
 
     def _tell(self, lease: "Lease", reason: str, level: int | None) -> None:
         if not self.told:

@@ -1,32 +1,105 @@
-"""Forms of rows: what each was made from, and the refusal of those that it has changed for."""
+"""What a form in the admin was made from, and the refusal of one for which that has changed."""
 
-import json
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from django.core.exceptions import NON_FIELD_ERRORS, ValidationError
+from django.conf import settings
+from django.core.exceptions import NON_FIELD_ERRORS, FieldDoesNotExist, ValidationError
+from django.db import models
 from django.utils.crypto import constant_time_compare, salted_hmac
 from django.utils.translation import gettext as _
 
 from django_fencing.exceptions import FencingError, InvalidResource, LeaseLost, LockHeld
 from django_fencing.models import FencedResource
 
-# What a form sends back: the token of its row, and a digest of what stood in its fields. Those of
-# an inline have its prefix.
+# What a form sends back: the token of its row, and a digest of what stood in each of its fields.
+# That of an inline has its prefix.
 _SEEN = "_fence_token"
 _CONTENT = "_fence_content"
 
-_REFUSED = "refused"
+_DIGEST = re.compile(r"([^ =]+)=([0-9a-f]{32})")
+
+
+class Comparison:
+    """
+    The comparison of what is sent with what it was made from; with a `refusal`, its end.
+
+    A form or formset that it has made is invalid if it is refused. `passed` says whether the form
+    was compared, and may be saved; `shown` whether it is shown once more instead.
+    """
+
+    def __init__(self, data: Mapping[str, str], refusal: str = "") -> None:
+        self.passed = self.shown = False
+        self._data = data
+        self._refusal = refusal
+
+    def of_form(self, made: Any) -> "_Made":
+        """Return a class of forms like `made`."""
+        return _Made(made, self._look_at_form)
+
+    def of_formset(self, made: Any) -> "_Made":
+        """Return a class of formsets like `made`."""
+        return _Made(made, self._look_at_formset)
+
+    def _look_at_form(self, form: Any) -> None:
+        clean = form.full_clean
+
+        def full_clean() -> None:
+            self.passed = False
+            refusal = self._refusal_of("", [form])
+            clean()
+            self.passed = not refusal
+            if refusal:
+                form.add_error(NON_FIELD_ERRORS, ValidationError(refusal, code="refused"))
+
+        form.full_clean = full_clean
+
+    def _look_at_formset(self, formset: Any) -> None:
+        clean = formset.full_clean
+
+        def full_clean() -> None:
+            refusal = "" if self._refusal else self._refusal_of(formset.prefix, _rows(formset))
+            clean()
+            if refusal:
+                formset._non_form_errors.append(ValidationError(refusal, code="refused"))
+
+        formset.full_clean = full_clean
+
+    def _refusal_of(self, prefix: str, forms: Iterable[Any]) -> str:
+        """Return why these are refused, "" if they are not."""
+        if self._refusal:
+            return self._refusal
+        sent = dict(_DIGEST.findall(self._data.get(_name(prefix), "")))
+        shown = _shown(forms)
+        same = all(_is_digest(name, value, sent.get(name, "")) for name, value in shown.items())
+        return "" if same else _moved()
+
+
+class _Made:
+    """Stands for a class of forms or formsets, whatever it is, and looks at each that it makes."""
+
+    def __init__(self, made: Any, look: Callable[[Any], None]) -> None:
+        self._made = made
+        self._look = look
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._made(*args, **kwargs)
+        self._look(found)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
 
 
 def made_from(row: FencedResource, form: Any, formsets: Iterable[Any]) -> dict[str, str]:
     """Return what the form of `row` and the formsets of its inlines are to send back."""
-    contents = {_name(formset.prefix): _digest(formset.initial_forms) for formset in formsets}
-    return {_SEEN: str(row.last_fence_token), _name(""): _digest([form]), **contents}
+    contents = {_name(formset.prefix): _digests(_rows(formset)) for formset in formsets}
+    return {_SEEN: str(row.last_fence_token), _name(""): _digests([form]), **contents}
 
 
-def sent_back(data: Mapping[str, str], form: Any, formsets: Iterable[Any]) -> dict[str, str]:
-    """Return what these have sent back, to be sent once more."""
+def sent_back(data: Mapping[str, str], formsets: Iterable[Any]) -> dict[str, str]:
+    """Return what these have sent back, to be sent once more: it stays what they were made from."""
     names = [_SEEN, _name(""), *(_name(formset.prefix) for formset in formsets)]
     return {name: data.get(name, "") for name in names}
 
@@ -35,24 +108,6 @@ def token_in(data: Mapping[str, str]) -> int | None:
     """Return the token that a form has sent back, None if it has sent none."""
     token = data.get(_SEEN, "")
     return int(token) if token.isdecimal() and len(token) < 20 else None
-
-
-def is_refused(form: Any, formsets: Iterable[Any]) -> bool:
-    """Say whether one of these was refused, rather than found invalid."""
-    faults = [*form.errors.as_data().get(NON_FIELD_ERRORS, ())]
-    for formset in formsets:
-        faults += formset.non_form_errors().as_data()
-    return any(fault.code == _REFUSED for fault in faults)
-
-
-def comparing(made: Any, refusal: str = "") -> Any:
-    """
-    Return a class of form or formset like `made` that is invalid if its content has changed.
-
-    With `refusal`, the reason, it is invalid in any case.
-    """
-    base = _ComparingFormSet if hasattr(made, "management_form") else _ComparingForm
-    return type(made)(made.__name__, (base, made), {"refusal": refusal})
 
 
 def refusal_of(error: FencingError | None) -> str:
@@ -79,55 +134,61 @@ def _moved() -> str:
     )
 
 
-class _Comparing:
-    """Is invalid if what it was made from has changed."""
-
-    refusal: ClassVar[str]
-    data: Mapping[str, str]
-
-    def refuse_changed(self, prefix: str, forms: Iterable[Any]) -> None:
-        sent = self.data.get(_name(prefix), "")
-        if refusal := self.refusal:
-            raise ValidationError(refusal, code=_REFUSED)
-        if not constant_time_compare(sent, _digest(forms)):
-            raise ValidationError(_moved(), code=_REFUSED)
-
-
-class _ComparingForm(_Comparing):
-    def clean(self) -> Any:
-        self.refuse_changed("", [self])
-        return super().clean()  # type: ignore[misc]
-
-
-class _ComparingFormSet(_Comparing):
-    prefix: str
-    initial_forms: Iterable[Any]
-
-    def clean(self) -> None:
-        self.refuse_changed(self.prefix, self.initial_forms)
-        super().clean()  # type: ignore[misc]
-
-
 def _name(prefix: str) -> str:
     return f"{prefix}-{_CONTENT}" if prefix else _CONTENT
 
 
-def _digest(forms: Iterable[Any]) -> str:
-    """
-    Digest what the rows of these forms had in the fields that the forms write.
-
-    It is keyed, because a form that leaves a row's column out must not tell it.
-    """
-    shown = [
-        [str(form.instance.pk), [[name, _shown(form, name)] for name in form.fields]]
-        for form in forms
-    ]
-    return salted_hmac(__name__, json.dumps(shown), algorithm="sha256").hexdigest()
+def _rows(formset: Any) -> list[Any]:
+    """Return the forms of rows that were there."""
+    return list(formset.initial_forms)
 
 
-def _shown(form: Any, name: str) -> Any:
-    """Return the text, or texts in any order, that stood in a field."""
-    value = form.fields[name].prepare_value(form.initial.get(name))
-    if isinstance(value, list | tuple | set):
-        return sorted(map(str, value))
-    return str(value)
+def _digests(forms: Iterable[Any]) -> str:
+    return " ".join(f"{name}={_digest(name, value)}" for name, value in _shown(forms).items())
+
+
+def _is_digest(name: str, value: str, sent: str) -> bool:
+    """Say whether `sent` is of this value, by this or a former secret key."""
+    keys = (settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS)
+    return any(constant_time_compare(sent, _digest(name, value, key)) for key in keys)
+
+
+def _digest(name: str, value: str, key: Any = None) -> str:
+    """Digest what a field holds. It is keyed: who sees the form may not see the field."""
+    return salted_hmac(f"{__name__}.{name}", value, key, algorithm="sha256").hexdigest()[:32]
+
+
+def _shown(forms: Iterable[Any]) -> dict[str, str]:
+    """Return what the rows of these forms hold in the fields that the forms write."""
+    shown = {}
+    for number, form in enumerate(forms):
+        if form.prefix:  # in a formset
+            shown[f"{number}.pk"] = repr(form.instance.pk)
+        for name in form.fields:
+            if (value := _held(form, name)) is not None:
+                shown[f"{number}.{name}"] = value
+    return shown
+
+
+def _held(form: Any, name: str) -> str | None:
+    """Return what the row holds in a field, None if it is none of the database."""
+    try:
+        field = form.instance._meta.get_field(name)
+    except FieldDoesNotExist:
+        return _keys(form.get_initial_for_field(form.fields[name], name))
+    if not field.concrete and not field.many_to_many:
+        return None
+    value = field.value_from_object(form.instance)
+    keys = _keys(value)
+    return repr(field.get_prep_value(value)) if keys is None else keys
+
+
+def _keys(value: Any) -> str | None:
+    """Return the primary keys of rows, in any order; None for a value of another kind."""
+    if isinstance(value, models.Model):
+        return repr(value.pk)
+    if isinstance(value, models.QuerySet | list | tuple | set):
+        rows = list(value)
+        if isinstance(value, models.QuerySet) or (rows and isinstance(rows[0], models.Model)):
+            return repr(sorted(repr(getattr(row, "pk", row)) for row in rows))
+    return None

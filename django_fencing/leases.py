@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 
-from django_fencing import flow
+from django_fencing import flow, renewal
 from django_fencing.conf import conf
-from django_fencing.endings import Ending
+from django_fencing.endings import Ending, OnLost
 from django_fencing.exceptions import (
     FencingError,
     LeaseLost,
@@ -21,12 +22,17 @@ from django_fencing.grants import Holder
 from django_fencing.models import FencedResource
 from django_fencing.registrar import Registrar
 from django_fencing.resources import Resource
-from django_fencing.signals import lease_extended, token_refused
+from django_fencing.signals import lease_endangered, lease_extended, token_refused
 from django_fencing.stores.base import Store
 from django_fencing.timing import Duration, now, seconds
 
 # How long registering may wait for the row where the caller does not wait for longer anyway.
 _PATIENCE = 1.0
+
+# A renewal that has failed is repeated after this part of the ttl. It waits for its answer for a
+# second at most, because the other leases wait meanwhile.
+_HASTE = 10
+_MOST_PATIENCE = 1.0
 
 
 def current_lease() -> "Lease":
@@ -54,6 +60,8 @@ class Lease:
         ttl: float,
         sent: float,
         seen: int | None = None,
+        renewal: float = 0,
+        on_lost: OnLost = None,
     ) -> None:
         self.holder = holder
         self.ttl = ttl
@@ -62,7 +70,9 @@ class Lease:
         self._since = sent
         self._ends = sent + ttl
         self._entered_by: flow.Flow | None = None  # who may enter it again
-        self._ending = Ending(store, resource, holder)
+        self._renewed_until = sent + renewal if renewal else 0.0  # 0: it is not renewed
+        self._endangered = False  # whether that was announced since the last renewal
+        self._ending = Ending(store, resource, holder, on_lost)
         self._registrar = Registrar(store, resource, holder, token, seen)
 
     def __repr__(self) -> str:
@@ -91,16 +101,20 @@ class Lease:
     @property
     def remaining(self) -> float:
         """Seconds until the lease ends, by this process's clock; 0 when it has ended."""
-        return 0.0 if self._ending.released is not None else max(0.0, self._ends - now())
+        over = self._ending.released is not None or self._ending.is_foreign
+        return 0.0 if over else max(0.0, self._ends - now())
 
     @property
     def lost(self) -> bool:
         """
         Whether the lease is known to have ended other than by its own release.
 
-        It does not forbid atomic(): the fence decides.
+        It does not forbid atomic(): the fence decides. A child process has lost what its parent
+        holds.
         """
-        return self._ending.lost or (self._ending.released is None and self._ends <= now())
+        if self._ending.lost or self._ending.is_foreign:
+            return True
+        return self._ending.released is None and self._ends <= now()
 
     @property
     def row(self) -> Any:
@@ -156,7 +170,7 @@ class Lease:
         Raise LeaseLost if not. Before an effect outside the database this narrows the window
         in which an overtaken holder acts; only an idempotency key on the other side closes it.
         """
-        self._refuse_released()
+        self._refuse_ended()
         if not self._store.confirm(self._resource, self.holder):
             raise self._lose("it ran out, or another holder has it")
 
@@ -167,16 +181,18 @@ class Lease:
         Raise LeaseLost if it has run out or another holder has it.
         """
         length = self.ttl if ttl is None else seconds("ttl", ttl, most=conf.max_ttl)
-        self._refuse_released()
-        ends = now() + length
-        try:
-            extended = self._store.extend(self._resource, self.holder, ttl=length)
-        except StoreUnavailable:
-            self._ends = min(self._ends, ends)  # it may have been done, and have shortened
-            raise
+        self._refuse_ended()
+        with self._ending.asking:
+            ends = now() + length
+            try:
+                extended = self._store.extend(self._resource, self.holder, ttl=length)
+            except StoreUnavailable:
+                self._ends = min(self._ends, ends)  # it may have been done, and have shortened
+                raise
+            if extended:
+                self.ttl, self._ends = length, ends
         if not extended:
             raise self._lose("it ran out, or another holder has it")
-        self.ttl, self._ends = length, ends
         lease_extended.announce(self._resource, {"token": self.token, "ttl": length}, lease=self)
 
     def release(self) -> bool:
@@ -216,6 +232,72 @@ class Lease:
         self._entered_by = None
         return lambda: self._ending.end_kept(self)
 
+    def _keep_alive(self) -> None:
+        """Renew the lease from now on, if it was asked for."""
+        if self._renewed_until:
+            renewal.renewer.add(self, self.ttl / 3)
+
+    def _end_renewal(self) -> None:
+        if self._renewed_until:
+            self._renewed_until = 0.0
+            renewal.renewer.look()
+
+    @property
+    def _is_renewed(self) -> bool:
+        """Whether it is renewed, or watched until it ends."""
+        return bool(self._renewed_until)
+
+    def _renew(self) -> float | None:
+        """
+        Extend the lease in the thread that renews; return in how many seconds to do so again.
+
+        An error leaves open whether the lease is held, until it has run out. It asks nothing of
+        the database.
+        """
+        if not self._ending.asking.acquire(blocking=False):
+            return self.ttl / _HASTE  # it is being released or extended
+        try:
+            if not self._renewed_until:
+                return None
+            if now() >= self._ends:
+                reason = "it ran out, because it could not be renewed"
+            elif now() >= self._renewed_until:
+                reason, failure = "", "it was renewed for as long as it may be"
+            else:
+                reason, failure = self._ask_to_renew()
+        finally:
+            self._ending.asking.release()
+        if reason:
+            self._ending.lose(self, reason)
+            return None
+        if not failure:
+            return self.ttl / 3
+        self._endanger(failure)
+        again = self.remaining if now() >= self._renewed_until else self.ttl / _HASTE
+        return min(again, self.remaining) or 0.001
+
+    def _ask_to_renew(self) -> tuple[str, str]:
+        """Return why the lease is lost, or why that is unknown."""
+        sent = now()
+        patience = min(self.ttl / 3, _MOST_PATIENCE)
+        try:
+            held = self._store.extend(self._resource, self.holder, ttl=self.ttl, patience=patience)
+        except (StoreUnavailable, ImproperlyConfigured) as error:
+            return "", str(error)
+        if not held:
+            return "it ran out, or another holder has it", ""
+        self._ends, self._endangered = sent + self.ttl, False
+        return "", ""
+
+    def _endanger(self, reason: str) -> None:
+        if not self._endangered:
+            self._endangered = True
+            remaining = self.remaining
+            line = {"token": self.token, "remaining": remaining, "reason": reason}
+            lease_endangered.announce(
+                self._resource, line, lease=self, remaining=remaining, reason=reason
+            )
+
     @property
     def _is_left_behind(self) -> bool:
         """Whether nobody has given it back, or tried to."""
@@ -240,20 +322,22 @@ class Lease:
 
     def _open(self, fenced: ExitStack, wait: float = 0) -> FencedResource:
         """Enter the fenced transaction on `fenced`, return its row. Raise NotRegistered."""
-        self._refuse_released()
+        self._refuse_ended()
         return self._registrar.open(fenced, self, self._patience(wait))
 
     def _patience(self, wait: float) -> float:
         """Return how many seconds registering may wait for the row, if `wait` are left."""
         return min(self.ttl, max(wait, _PATIENCE))
 
-    def _refuse_released(self) -> None:
+    def _refuse_ended(self) -> None:
+        if self._ending.is_foreign:
+            raise self._over(f"it belongs to process {self.holder.pid}, which has forked this one")
         if self._ending.released is not None:
             raise self._over("it was released")
 
     def _refused(self, error: StaleToken) -> None:
         """Note that the database has refused a fenced transaction."""
-        self._ending.lost = self._ending.told = True
+        self._ending.refuse(self)
         line = {"token": self.token, "fence_token": error.fence_token}
         if error.token != self.token:  # it was compared with what the caller has seen
             line = {"token": self.token, "seen": error.token, "fence_token": error.fence_token}

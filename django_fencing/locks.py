@@ -12,6 +12,7 @@ from django.db import connections
 from django_fencing import flow
 from django_fencing.acquisitions import Acquisition
 from django_fencing.conf import conf
+from django_fencing.endings import OnLost
 from django_fencing.leases import Lease
 from django_fencing.reentry import Reentry, entered
 from django_fencing.resources import Resource, ResourceLike, resolve
@@ -34,6 +35,8 @@ def fenced_lock(
     wait: Duration | None = None,
     using: str | None = None,
     register: bool = True,
+    renew: bool | Duration = False,
+    on_lost: OnLost = None,
 ) -> "FencedLock":
     """
     Return a lock on a name, a saved row of a FencedResource model, or (Model, pk).
@@ -49,11 +52,23 @@ def fenced_lock(
     `register=False` that is left to the first lease.atomic(): for work that neither reads nor
     calls anything before it.
 
+    With `renew` a thread extends the lease by its ttl again and again until it is released, for so
+    many seconds at most, or with True for as long as FENCING["MAX_RENEWAL"] says. `on_lost` is
+    called once with the lease, in the thread that finds out that it is lost.
+
     Entering raises LockHeld if the lock was not to be had within `wait`, StoreUnavailable if
     the store could not be asked until then, InsideTransaction in a transaction on the fence's
     database, InvalidResource, TypeError or ValueError for arguments that mean nothing.
     """
-    return FencedLock(resource=resource, ttl=ttl, wait=wait, using=using, register=register)
+    return FencedLock(
+        resource=resource,
+        ttl=ttl,
+        wait=wait,
+        using=using,
+        register=register,
+        renew=renew,
+        on_lost=on_lost,
+    )
 
 
 @contextmanager
@@ -85,6 +100,8 @@ class FencedLock:
     wait: Duration | None = None
     using: str | None = None
     register: bool = True
+    renew: bool | Duration = False
+    on_lost: OnLost = None
     function: str = ""  # who asks; found on the stack if empty
     seen: int | None = None  # StaleToken if anybody has registered after this token
     _entered: list[tuple[object, Lease | Reentry]] = field(
@@ -113,6 +130,8 @@ class FencedLock:
 
     def _ask(self, resource: Resource, cancelled: threading.Event | None) -> Acquisition:
         ttl = conf.ttl if self.ttl is None else seconds("ttl", self.ttl, most=conf.max_ttl)
+        if not (self.on_lost is None or callable(self.on_lost)):
+            raise TypeError(f"on_lost must be a callable, not {self.on_lost!r}.")
         wait = conf.wait
         if self.wait is not None:
             wait = seconds("wait", self.wait, most=conf.max_ttl, zero=True)
@@ -125,6 +144,8 @@ class FencedLock:
             wait=wait,
             register=self.register,
             seen=self.seen,
+            renewal=_renewal(self.renew),
+            on_lost=self.on_lost,
             cancelled=cancelled,
         )
 
@@ -163,6 +184,13 @@ class FencedLock:
         entry = (here or self._entered)[-1]
         self._entered.remove(entry)
         return entry[1]
+
+
+def _renewal(renew: bool | Duration) -> float:
+    """Return for how many seconds a lease is renewed, 0 if it is not."""
+    if isinstance(renew, bool):
+        return conf.max_renewal if renew else 0.0
+    return seconds("renew", renew, most=conf.max_renewal)
 
 
 def _cure(alias: str) -> str:

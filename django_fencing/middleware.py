@@ -1,9 +1,10 @@
 """The same answers for fencing errors that any view raises."""
 
-from django.http import HttpRequest, HttpResponse
+from django.http import Http404, HttpRequest, HttpResponse
 from django.utils.deprecation import MiddlewareMixin
 
 from django_fencing import http
+from django_fencing.exceptions import NoSuchRow
 
 
 class FencingMiddleware(MiddlewareMixin):
@@ -14,5 +15,7 @@ class FencingMiddleware(MiddlewareMixin):
     """
 
     def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
-        """Return the answer, or None for all other exceptions."""
+        """Return the answer, or None for all other exceptions. A row that is not there is a 404."""
+        if isinstance(exception, NoSuchRow):
+            raise Http404(str(exception)) from exception
         return http.answer(request, exception) if isinstance(exception, http.ANSWERED) else None

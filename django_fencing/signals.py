@@ -63,6 +63,10 @@ lock_contended = LeaseSignal("lock_contended", logging.INFO)
 # lease
 lease_extended = LeaseSignal("lease_extended", logging.DEBUG)
 
+# lease, reason, remaining: seconds. A renewal has failed, or the last one was made, so the lease
+# will end unless a later one succeeds. Once until then. Sent in the thread that renews.
+lease_endangered = LeaseSignal("lease_endangered", logging.WARNING)
+
 # lease: it was held until then, or until it ran out if lease.lost
 lease_released = LeaseSignal("lease_released", logging.INFO)
 

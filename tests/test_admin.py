@@ -1,5 +1,6 @@
 """FencedResourceAdmin: a form saves its row under the row's lock, or says why it does not."""
 
+import functools
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,17 +8,22 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from django import forms
+from django.conf import settings
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
+from django.core.exceptions import ImproperlyConfigured
+from django.core.validators import MaxValueValidator
 from django.db import connection, connections, transaction
-from django.forms import ModelForm
 from django.test import Client, override_settings
 from django.test.utils import CaptureQueriesContext
 from django.urls import include, path, reverse
+from django.utils import timezone
 
 from django_fencing import flow
 from django_fencing.admin import FencedResourceAdmin
 from django_fencing.exceptions import LockHeld
+from django_fencing.leases import Lease
 from django_fencing.locks import fenced_atomic, fenced_lock
 from django_fencing.signals import lease_acquired, lease_released
 from tests.browser import fields_of, logged_in, superuser
@@ -30,8 +36,8 @@ from tests.helpers import (
     in_threads,
     keys_of,
 )
-from tests.shop.admin import JobAdmin
-from tests.shop.models import Entry, Job, UrgentJob
+from tests.shop.admin import EntryInline, JobAdmin
+from tests.shop.models import Entry, Job, Plain, UrgentJob
 
 HELD = "Nothing was saved: somebody else is working on this."
 MOVED = "Nothing was saved: somebody else has worked on this since you opened the form."
@@ -92,6 +98,18 @@ def assert_untouched(row: Any) -> None:
     assert not Entry.objects.exists()
     assert not LogEntry.objects.exists()
     assert flow.held() == []
+
+
+def held_and_opened(browser: Any, row: Any) -> tuple[Lease, dict[str, str]]:
+    """Let another thread register, then open the form: its token is that of the lease."""
+    (lease,) = in_threads(fenced_lock(row).acquire)
+    return lease, opened(browser, row)
+
+
+def write_and_release(lease: Lease, write: Callable[[], Any]) -> None:
+    """Let the holder write, and end."""
+    assert in_threads(lambda: commit(lease, write)) == [None]
+    lease.release()
 
 
 @contextmanager
@@ -208,11 +226,13 @@ def test_a_form_without_what_it_was_made_from_is_not_saved(
     browser: Any, job: Job, field: str, content: str | None
 ) -> None:
     """It cannot be told whether it would overwrite anything."""
+    entry = Entry.objects.create(job=job, text="old")
     form = opened(browser, job)
     del form[field]
     given = {} if content is None else {field: content}
 
     assert_refused(sent(browser, job, form, amount=11, **given), MOVED)
+    entry.delete()
     assert_untouched(job)
 
 
@@ -420,14 +440,33 @@ def test_a_double_click_saves_once(browser: Any, job: Job) -> None:
     assert LogEntry.objects.count() == 1
 
 
-def test_an_invalid_form_carries_the_new_token(browser: Any, job: Job) -> None:
-    """Its own lease has moved the fence, so the corrected form is not refused."""
-    refused = sent(browser, job, opened(browser, job), amount="many", note="mine")
+def test_an_invalid_form_moves_nothing(browser: Any, job: Job) -> None:
+    """Neither the corrected form is refused, nor one that was opened before, by whomever."""
+    form = opened(browser, job)
+    for _ in range(2):
+        invalid = sent(browser, job, form, amount="many", note="mine")
 
-    assert_refused(refused, "Enter a whole number.")
-    assert fields_of(refused)["_fence_token"] == "1"
+        assert_refused(invalid, "Enter a whole number.")
+        assert fields_of(invalid)["_fence_token"] == "0"
+        assert '<div class="readonly">0<input' in invalid.content.decode()
+    assert_untouched(job)
+    assert job.last_fence_token == 0
 
-    assert_saved(sent(browser, job, fields_of(refused), amount=11), job, amount=11, note="mine")
+    assert_saved(sent(browser, job, fields_of(invalid), amount=11), job, amount=11, note="mine")
+
+
+def test_an_invalid_form_keeps_what_it_was_made_from(browser: Any, job: Job) -> None:
+    """It is refused as well, and does not become valid by being sent again."""
+    lease, form = held_and_opened(browser, job)
+    write_and_release(lease, lambda: Job.objects.update(note="theirs"))
+
+    for amount in ("many", "11"):
+        response = sent(browser, job, form, amount=amount)
+        form = fields_of(response)
+
+        assert_refused(response, MOVED)
+    job.refresh_from_db()
+    assert (job.amount, job.note) == (10, "theirs")
 
 
 def test_an_older_holder_that_registers_after_our_grant_is_noticed(
@@ -455,14 +494,8 @@ def test_what_a_holder_writes_that_has_registered_before_is_noticed(
     browser: Any, job: Job, client: Any
 ) -> None:
     """Its token is the one that the form shows, so the form's content is compared."""
-
-    def put_15() -> None:
-        Job.objects.update(amount=15)
-
-    (lease,) = in_threads(fenced_lock(job).acquire)
-    form = opened(browser, job)
-    assert in_threads(lambda: commit(lease, put_15)) == [None]
-    lease.release()
+    lease, form = held_and_opened(browser, job)
+    write_and_release(lease, lambda: Job.objects.update(amount=15))
 
     for _ in range(2):
         response = sent(browser, job, form, note="mine")
@@ -482,14 +515,9 @@ def test_what_a_holder_writes_beside_the_form_does_not_refuse_it(browser: Any, j
     class NoteAdmin(FencedResourceAdmin):
         fields = ("note",)
 
-    def put_15() -> None:
-        Job.objects.update(amount=15)
-
-    (lease,) = in_threads(fenced_lock(job).acquire)
     with registered(NoteAdmin):
-        form = opened(browser, job)
-        assert in_threads(lambda: commit(lease, put_15)) == [None]
-        lease.release()
+        lease, form = held_and_opened(browser, job)
+        write_and_release(lease, lambda: Job.objects.update(amount=15))
 
         assert_saved(sent(browser, job, form, note="mine"), job, amount=15, note="mine")
 
@@ -500,20 +528,17 @@ def test_what_a_holder_does_to_the_rows_of_an_inline_is_noticed(
 ) -> None:
     """They are saved by the form as well. One that was added meanwhile is not overwritten."""
     entry = Entry.objects.create(job=job, text="old")
-    (lease,) = in_threads(fenced_lock(job).acquire)
-    form = opened(browser, job)
+    lease, form = held_and_opened(browser, job)
 
     def work() -> None:
-        with lease.atomic():
-            if change == "text":
-                Entry.objects.update(text="new")
-            elif change == "gone":
-                entry.delete()
-            else:
-                Entry.objects.create(job=job, text="another")
+        if change == "text":
+            Entry.objects.update(text="new")
+        elif change == "gone":
+            entry.delete()
+        else:
+            Entry.objects.create(job=job, text="another")
 
-    assert in_threads(work) == [None]
-    lease.release()
+    write_and_release(lease, work)
     response = sent(browser, job, form, note="mine")
 
     if change == "row":
@@ -621,7 +646,7 @@ def test_an_admin_with_a_form_of_its_own_saves_nothing_that_was_refused(
 ) -> None:
     """Its get_form() does not ask the one that makes the form invalid."""
 
-    class OwnForm(ModelForm):
+    class OwnForm(forms.ModelForm):
         class Meta:
             model = Job
             fields = ("amount", "note")
@@ -669,12 +694,250 @@ def test_the_fence_may_stand_anywhere_on_the_form(browser: Any, job: Job) -> Non
         assert_saved(sent(browser, job, fields_of(response), amount=11), job, amount=11)
 
 
-def test_an_admin_that_loads_some_columns_saves(browser: Any, job: Job) -> None:
+class RequestForm(forms.ModelForm):
+    """A form that is given the request, as many projects write it."""
+
+    def __init__(self, *args: Any, request: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+class NewAdmin(FencedResourceAdmin):
+    """Hands the request on by a class whose instances are of another one."""
+
+    form = RequestForm
+
+    def get_form(self, request: Any, obj: Any = None, **kwargs: Any) -> Any:
+        form: Any = super().get_form(request, obj, **kwargs)
+
+        class WithRequest(form):  # type: ignore[misc]
+            def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+                return form(*args, request=request, **kwargs)
+
+        return WithRequest
+
+
+class PartialAdmin(FencedResourceAdmin):
+    """Hands the request on by a partial."""
+
+    form = RequestForm
+    fields = ("amount", "note")
+
+    def get_form(self, request: Any, obj: Any = None, **kwargs: Any) -> Any:
+        return functools.partial(super().get_form(request, obj, **kwargs), request=request)
+
+
+class OwnCleaningForm(forms.ModelForm):
+    """A form that does not call clean()."""
+
+    def _clean_form(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "own",
+    [NewAdmin, PartialAdmin, type("Cleaning", (FencedResourceAdmin,), {"form": OwnCleaningForm})],
+)
+def test_forms_of_every_making_are_compared(browser: Any, job: Job, own: Any) -> None:
+    """Held, without the store, without a token, overtaken, changed: none of them is saved."""
+    with registered(own):
+        lease, form = held_and_opened(browser, job)
+        assert_refused(sent(browser, job, form, amount=11), HELD)
+        assert_refused(sent(browser, job, form | {"_fence_token": ""}, amount=11), UNSEEN)
+        with cache_at(CLOSED_PORT):
+            assert_refused(sent(browser, job, form, amount=11), UNKNOWN)
+        write_and_release(lease, lambda: Job.objects.update(note="theirs"))
+        assert_refused(sent(browser, job, form, amount=11), MOVED)
+
+        assert_saved(
+            sent(browser, job, opened(browser, job), amount=11), job, amount=11, note="theirs"
+        )
+        assert_refused(sent(browser, job, form, amount=12), MOVED)
+
+
+def test_a_form_that_decides_for_itself_is_not_saved(browser: Any, job: Job) -> None:
+    """Where the comparison cannot have been made, that is a fault of the project."""
+
+    class Careless(forms.ModelForm):
+        def is_valid(self) -> bool:
+            return True
+
+    class CarelessAdmin(FencedResourceAdmin):
+        form = Careless
+
+    with registered(CarelessAdmin), pytest.raises(ImproperlyConfigured, match="full_clean"):
+        sent(browser, job, opened(browser, job), amount=11)
+
+    assert_untouched(job)
+
+
+def test_what_get_form_does_to_its_fields_counts(browser: Any, job: Job) -> None:
+    """As in Django's own admin: the class is used as it is."""
+
+    class FieldsAdmin(FencedResourceAdmin):
+        def get_form(self, request: Any, obj: Any = None, **kwargs: Any) -> Any:
+            form = super().get_form(request, obj, **kwargs)
+            form.base_fields["amount"].help_text = "in cents"
+            form.base_fields["amount"].validators.append(MaxValueValidator(20))
+            form.base_fields["reason"] = forms.CharField(initial=timezone.now)
+            return form
+
+        def get_fieldsets(self, request: Any, obj: Any = None) -> Any:
+            return [(None, {"fields": ["amount", "note"]})]
+
+    with registered(FieldsAdmin):
+        form = opened(browser, job)
+        assert_refused(sent(browser, job, form, amount=21, reason="x"), "less than or equal to 20")
+        assert_saved(sent(browser, job, form, amount=20, reason="x"), job, amount=20)
+
+
+def test_rows_that_a_form_field_begins_with_are_compared(browser: Any, job: Job) -> None:
+    """Such as those of the other side of a relation, which no column of the row holds."""
+    rows = [Plain.objects.create() for _ in range(3)]
+    chosen = rows[:1]
+
+    class Choosing(forms.ModelForm):
+        plains = forms.ModelMultipleChoiceField(Plain.objects.all(), required=False)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.fields["plains"].initial = list(chosen)
+
+    class ChoosingAdmin(FencedResourceAdmin):
+        form = Choosing
+        fields = ("amount", "note", "plains")
+
+    with registered(ChoosingAdmin):
+        form = opened(browser, job)
+        chosen.append(rows[1])
+        assert_refused(sent(browser, job, form, amount=11), MOVED)
+        form = opened(browser, job)
+        chosen.reverse()
+        assert_saved(sent(browser, job, form, amount=11), job, amount=11)
+
+
+def test_values_that_only_look_different_are_not_compared(browser: Any, job: Job) -> None:
+    """What a form adds to its beginning does not count, nor a field that it drops when sent."""
+
+    class Adding(forms.ModelForm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.initial["note"] = str(timezone.now())
+            if self.is_bound:
+                del self.fields["note"]
+
+    class AddingAdmin(FencedResourceAdmin):
+        form = Adding
+
+    with registered(AddingAdmin):
+        assert_saved(sent(browser, job, opened(browser, job), amount=11), job, amount=11)
+
+
+def test_a_formset_that_is_invalid_before_it_is_cleaned_keeps_what_it_was_made_from(
+    browser: Any, job: Job
+) -> None:
+    """Too many rows, say: the next sending is refused all the same."""
+    Entry.objects.create(job=job, text="old")
+
+    class OneInline(EntryInline):
+        max_num = 1
+
+        def get_formset(self, request: Any, obj: Any = None, **kwargs: Any) -> Any:
+            return super().get_formset(request, obj, validate_max=True, **kwargs)
+
+    class OneAdmin(FencedResourceAdmin):
+        inlines = (OneInline,)
+
+    two = {"entry_set-TOTAL_FORMS": "2", "entry_set-1-text": "new", "entry_set-1-job": job.pk}
+    with registered(OneAdmin):
+        lease, form = held_and_opened(browser, job)
+        write_and_release(lease, lambda: Entry.objects.update(text="theirs"))
+        response = sent(browser, job, form, **two, **{"entry_set-1-id": ""})
+        again = fields_of(response) | {"entry_set-TOTAL_FORMS": "1"}
+        assert_refused(sent(browser, job, again), MOVED)
+
+    assert Entry.objects.get().text == "theirs"
+
+
+def test_rows_of_an_inline_that_the_user_may_delete_are_compared(job: Job) -> None:
+    """What was changed meanwhile is not deleted unseen."""
+    Entry.objects.create(job=job, text="old")
+    browser = logged_in("shop.change_job", "shop.view_entry", "shop.delete_entry")
+    lease, form = held_and_opened(browser, job)
+    write_and_release(lease, lambda: Entry.objects.update(text="theirs"))
+
+    assert_refused(sent(browser, job, form, **{"entry_set-0-DELETE": "on"}), MOVED)
+    assert Entry.objects.get().text == "theirs"
+
+
+class Replicas:
+    """Sends reads to another connection, which may lag behind."""
+
+    def db_for_read(self, model: Any, **hints: Any) -> str | None:
+        return "repeatable" if model._meta.app_label == "shop" else None
+
+    def db_for_write(self, model: Any, **hints: Any) -> str:
+        return "default"
+
+    def allow_relation(self, *rows: Any, **hints: Any) -> bool:
+        return True
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "repeatable"])
+def test_a_form_is_saved_from_the_database_that_is_written(browser: Any, job: Job) -> None:
+    """Whatever the router reads from elsewhere."""
+    Entry.objects.create(job=job, text="old")
+    with override_settings(DATABASE_ROUTERS=[Replicas()]):
+        response = sent(
+            browser, job, opened(browser, job), amount=11, **{"entry_set-0-text": "new"}
+        )
+
+    assert response.status_code == 302
+    job.refresh_from_db(using="default")
+    assert (job.amount, Entry.objects.get().text) == (11, "new")
+
+
+def test_an_admin_may_keep_something_of_the_request_on_itself(browser: Any, job: Job) -> None:
+    """What get_form() has noted is there when the row is saved."""
+
+    class NotingAdmin(FencedResourceAdmin):
+        opened_amount = None
+
+        def get_form(self, request: Any, obj: Any = None, **kwargs: Any) -> Any:
+            self.opened_amount = obj and obj.amount
+            return super().get_form(request, obj, **kwargs)
+
+        def save_model(self, request: Any, obj: Any, form: Any, change: bool) -> None:
+            obj.note = f"was {self.opened_amount}"
+            super().save_model(request, obj, form, change)
+
+    other = Job.objects.create(amount=77)
+    with registered(NotingAdmin):
+        form = opened(browser, job)
+        opened(browser, other)
+        assert_saved(sent(browser, job, form, amount=11), job, note="was 10")
+
+
+def test_a_former_secret_key_still_tells_what_a_form_was_made_from(browser: Any, job: Job) -> None:
+    """As the sessions, forms outlive its rotation."""
+    form = opened(browser, job)
+
+    rotated = {"SECRET_KEY": "new", "SECRET_KEY_FALLBACKS": [settings.SECRET_KEY]}
+    with override_settings(**rotated):
+        response = sent(superuser(), job, form, amount=11)
+
+    assert_saved(response, job, amount=11)
+
+
+@pytest.mark.parametrize("few", [{"only": ["amount"]}, {"defer": ["last_fence_holder"]}], ids=str)
+def test_an_admin_that_loads_some_columns_saves(
+    browser: Any, job: Job, few: dict[str, list[str]]
+) -> None:
     """The row's fence is read where it is not among them."""
+    ((which, columns),) = few.items()
 
     class FewAdmin(FencedResourceAdmin):
         def get_queryset(self, request: Any) -> Any:
-            return Job.objects.only("amount")
+            return getattr(Job.objects, which)(*columns)
 
     with registered(FewAdmin):
         assert_saved(sent(browser, job, opened(browser, job), amount=11), job, amount=11)

@@ -27,7 +27,7 @@ from django_fencing.exceptions import (
     StoreUnavailable,
 )
 from django_fencing.locks import fenced_atomic, fenced_lock
-from tests.helpers import closing, committing, expire, in_threads, taken_over
+from tests.helpers import closing, committing, expire, held_elsewhere, in_threads, taken_over
 from tests.proxy import Proxy
 from tests.shop.models import Job
 from tests.views import serving, visit
@@ -87,7 +87,7 @@ def test_a_lock_that_is_held_is_a_409(name: str, ask: Visit) -> None:
         with fenced_lock(name, ttl=8):
             pytest.fail("The body ran.")
 
-    with fenced_lock(name, ttl=8):
+    with held_elsewhere(name, ttl=8):
         response = ask(work, middleware=FENCING)
 
     assert (response.status_code, response["Content-Type"]) == (409, PROBLEM)
@@ -339,3 +339,18 @@ def test_a_project_without_any_other_app_needs_nothing_else() -> None:
     assert "sessions" not in lines[-1]
     assert "staticfiles" not in lines[-1]
     assert "django.contrib.auth.models" not in lines[-1]
+
+
+@pytest.mark.parametrize("respond", [True, False])
+def test_a_row_that_does_not_exist_is_a_404(respond: bool) -> None:
+    """Whether it is a view's own lock that names it, or one in its body."""
+
+    @with_fenced_lock((Job, 0), respond=respond)
+    def view(request: Any) -> Any:
+        pytest.fail("The body ran.")
+
+    def bare(request: Any) -> Any:
+        fenced_lock((Job, 0)).acquire()
+
+    assert visit(view, middleware=FENCING).status_code == 404
+    assert visit(bare, middleware=FENCING).status_code == 404

@@ -115,7 +115,7 @@ def test_a_waiter_that_gave_up_sends_nothing_that_deletes(name: str, client: Any
         (refused,) = in_threads(wait_in_vain)
 
     assert isinstance(refused, LockHeld)
-    assert set(calls) <= {"EVALSHA", "EVAL", "MONITOR", "ECHO"}
+    assert set(calls) <= {"EVALSHA", "EVAL", "BLPOP", "MONITOR", "ECHO"}
     mine = [command for command in commands if keys_of(name).lease in command]
     assert mine
     assert not {"DEL", "UNLINK", "EXPIRE", "PEXPIRE"} & {command[0] for command in mine}

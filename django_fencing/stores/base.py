@@ -80,7 +80,9 @@ class Store(ABC):
         """Say whether the lease is still the holder's."""
 
     @abstractmethod
-    def extend(self, resource: Resource, holder: Holder, *, ttl: float) -> bool:
+    def extend(
+        self, resource: Resource, holder: Holder, *, ttl: float, patience: float | None = None
+    ) -> bool:
         """Let the holder's own lease end `ttl` seconds from now; False if it is not held."""
 
     @abstractmethod

@@ -122,13 +122,16 @@ class RedisStore(Store):
         (status,) = self._run("confirm", resource, [keys.lease, keys.done], [holder.id.hex])
         return status == "mine"
 
-    def extend(self, resource: Resource, holder: Holder, *, ttl: float) -> bool:
+    def extend(
+        self, resource: Resource, holder: Holder, *, ttl: float, patience: float | None = None
+    ) -> bool:
         keys = resource.keys
         (status,) = self._run(
             "extend",
             resource,
             [keys.lease, keys.done, keys.held],
             [holder.id.hex, _milliseconds(ttl), keys.member, _milliseconds(conf.idle_ttl)],
+            patience,
         )
         return status == "mine"
 
