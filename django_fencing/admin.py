@@ -11,7 +11,7 @@ from django.contrib.admin.utils import flatten_fieldsets, quote, unquote
 from django.contrib.auth import get_permission_codename
 from django.core.checks import CheckMessage, Error
 from django.core.exceptions import ImproperlyConfigured, PermissionDenied
-from django.db import models, transaction
+from django.db import models, router, transaction
 from django.http import HttpRequest
 from django.template.response import TemplateResponse
 from django.urls import reverse
@@ -21,7 +21,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 from django.views.decorators.csrf import csrf_protect
 
-from django_fencing import forms, http
+from django_fencing import flow, forms, http
 from django_fencing.exceptions import FencingError, InvalidResource
 from django_fencing.forms import Comparison
 from django_fencing.locks import FencedLock
@@ -110,7 +110,8 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     registered or changed what the form would write since it was opened, the form says so and
     nothing is saved.
 
-    Adding and deleting take no lock, nor do actions and list_editable, which is refused.
+    Adding and deleting take no lock, nor do actions and list_editable, which is refused. What an
+    overridden change_view() writes before it calls this one is no part of the transaction.
     """
 
     transactions = http.OwnTransactions()
@@ -174,7 +175,7 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 obj.fence_sent_back = forms.made_from(obj, shown.form, formsets)
             else:
                 self.comparison.shown = True
-                obj.fence_sent_back = forms.sent_back(request.POST, formsets)
+                obj.fence_sent_back = forms.sent_back(request.POST, formsets, self._registered(obj))
             if _SHOWN_FENCE[0] not in flatten_fieldsets(shown.fieldsets):
                 shown.fieldsets = [*shown.fieldsets, (_("Fence"), {"fields": _SHOWN_FENCE})]
             shown.readonly_fields = [*dict.fromkeys([*shown.readonly_fields, *_SHOWN_FENCE])]
@@ -233,6 +234,13 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     @property
     def _name(self) -> str:
         return f"{type(self).__module__}.{type(self).__qualname__}"
+
+    def _registered(self, row: FencedResource) -> int | None:
+        """Return the token by which this sending has moved the fence, whatever becomes of it."""
+        lease = flow.fenced_by(router.db_for_write(type(row), instance=row))
+        if lease is None or self.comparison is None or not self.comparison.passed:
+            return None
+        return lease.token if lease._is_registered else None
 
     def _comparing(self, comparison: Comparison, alias: str = "") -> "FencedResourceAdmin":
         """Return an admin like this one that compares what it is sent, and reads from `alias`."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
 from typing import Any
 
 from django.conf import settings
@@ -98,10 +99,17 @@ def made_from(row: FencedResource, form: Any, formsets: Iterable[Any]) -> dict[s
     return {_SEEN: str(row.last_fence_token), _name(""): _digests([form]), **contents}
 
 
-def sent_back(data: Mapping[str, str], formsets: Iterable[Any]) -> dict[str, str]:
-    """Return what these have sent back, to be sent once more: it stays what they were made from."""
+def sent_back(
+    data: Mapping[str, str], formsets: Iterable[Any], registered: int | None
+) -> dict[str, str]:
+    """
+    Return what these have sent back, to be sent once more: it stays what they were made from.
+
+    Where the lease of this sending has `registered` for good, its token stands for what was seen.
+    """
     names = [_SEEN, _name(""), *(_name(formset.prefix) for formset in formsets)]
-    return {name: data.get(name, "") for name in names}
+    sent = {name: data.get(name, "") for name in names}
+    return sent if registered is None else {**sent, _SEEN: str(registered)}
 
 
 def token_in(data: Mapping[str, str]) -> int | None:
@@ -171,13 +179,14 @@ def _shown(forms: Iterable[Any]) -> dict[str, str]:
 
 
 def _held(form: Any, name: str) -> str | None:
-    """Return what the row holds in a field, None if it is none of the database."""
+    """Return what the row holds in a field, None if it is nothing of the database."""
     try:
         field = form.instance._meta.get_field(name)
     except FieldDoesNotExist:
-        return _keys(form.get_initial_for_field(form.fields[name], name))
-    if not field.concrete and not field.many_to_many:
-        return None
+        field = None
+    if not isinstance(field, models.Field):  # a field of the form alone, or of the other side
+        value = form.initial.get(name, form.fields[name].initial)
+        return repr(value) if isinstance(value, str | int | float | Decimal) else _keys(value)
     value = field.value_from_object(form.instance)
     keys = _keys(value)
     return repr(field.get_prep_value(value)) if keys is None else keys
@@ -189,6 +198,6 @@ def _keys(value: Any) -> str | None:
         return repr(value.pk)
     if isinstance(value, models.QuerySet | list | tuple | set):
         rows = list(value)
-        if isinstance(value, models.QuerySet) or (rows and isinstance(rows[0], models.Model)):
+        if isinstance(value, models.QuerySet) or any(isinstance(row, models.Model) for row in rows):
             return repr(sorted(repr(getattr(row, "pk", row)) for row in rows))
     return None

@@ -309,10 +309,15 @@ class Lease:
         if not self._store.confirm(self._resource, self.holder):
             raise NotRegistered("its lease ran out meanwhile")
 
+    @property
+    def _is_registered(self) -> bool:
+        """Whether it has registered in a transaction that has ended."""
+        return self._registrar.is_registered
+
     def _register_anew(self) -> None:
         """Register a lease whose block has begun, unless that is done. Raise LeaseLost."""
         alias = self._resource.alias
-        if self._registrar.is_registered or flow.fenced_by(alias) is self:
+        if self._is_registered or flow.fenced_by(alias) is self:
             return
         flow.refuse_transaction(alias, "register", self.resource, "lock before it is opened.")
         try:

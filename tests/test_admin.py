@@ -455,6 +455,22 @@ def test_an_invalid_form_moves_nothing(browser: Any, job: Job) -> None:
     assert_saved(sent(browser, job, fields_of(invalid), amount=11), job, amount=11, note="mine")
 
 
+@pytest.mark.django_db(transaction=True, databases=["default", "repeatable"])
+def test_an_invalid_form_can_be_corrected_above_read_committed(browser: Any) -> None:
+    """There it registers in a transaction of its own, so the form carries the new token."""
+
+    class RepeatableAdmin(FencedResourceAdmin):
+        def get_queryset(self, request: Any) -> Any:
+            return super().get_queryset(request).using("repeatable")
+
+    row = Job.objects.using("repeatable").create(amount=10)
+    with registered(RepeatableAdmin):
+        invalid = sent(browser, row, opened(browser, row), amount="many")
+        assert_refused(invalid, "Enter a whole number.")
+        assert fields_of(invalid)["_fence_token"] == "1"
+        assert_saved(sent(browser, row, fields_of(invalid), amount=11, note="x"), row, amount=11)
+
+
 def test_an_invalid_form_keeps_what_it_was_made_from(browser: Any, job: Job) -> None:
     """It is refused as well, and does not become valid by being sent again."""
     lease, form = held_and_opened(browser, job)
