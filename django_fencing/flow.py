@@ -40,7 +40,8 @@ def current_flow() -> Flow:
 def new_holder(function: str = "") -> Holder:
     """Return a fresh identity for one acquisition by `function`, else by the calling code."""
     flow = current_flow()
-    name = flow.name if isinstance(flow, threading.Thread) else flow.get_name()
+    # gevent has threads of a class of its own.
+    name = flow.get_name() if isinstance(flow, asyncio.Task) else flow.name
     function = function or _calling_code()
     return Holder(host=_host(), pid=os.getpid(), flow=name, function=function)
 

@@ -1,0 +1,508 @@
+"""Leases that are renewed, that are lost, and that a child process has in its memory."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+from django.db import connection, connections
+from django.test import override_settings
+
+from django_fencing import flow, signals
+from django_fencing.decorators import with_fenced_lock
+from django_fencing.exceptions import LeaseLost, LockHeld, StaleToken
+from django_fencing.leases import Lease, current_lease
+from django_fencing.locks import fenced_atomic, fenced_lock
+from django_fencing.stores.redis import RedisStore
+from django_fencing.timing import now
+from tests.helpers import (
+    SECONDS,
+    acquired,
+    cache_at,
+    committing,
+    expire,
+    in_threads,
+    keys_of,
+    taken_over,
+    wait_until,
+)
+from tests.proxy import Fault, Proxy
+from tests.shop.models import Job
+
+pytestmark = committing("default")
+
+
+def renewing() -> list[threading.Thread]:
+    """Return the threads that renew."""
+    return [thread for thread in threading.enumerate() if thread.name == "fencing-renewal"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    """See that no test leaves a thread that renews."""
+    gc.collect()
+    wait_until(lambda: not renewing())
+    yield
+    gc.collect()
+    wait_until(lambda: not renewing())
+
+
+@contextmanager
+def heard(*names: str) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Collect what these signals tell."""
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    def hear(signal: Any, **values: Any) -> None:
+        events.append((signal.name, values))
+
+    for one in names:
+        getattr(signals, one).connect(hear)
+    try:
+        yield events
+    finally:
+        for one in names:
+            getattr(signals, one).disconnect(hear)
+
+
+def renewed(name: str, *, ttl: float = 0.6, renew: Any = True, **options: Any) -> Lease:
+    """Return a lease that is renewed."""
+    return fenced_lock(name, ttl=ttl, renew=renew, register=False, **options).acquire()
+
+
+# Renewal
+
+
+def test_a_lease_is_renewed_until_it_is_released(name: str, client: Any) -> None:
+    """At each moment it has between nothing and its ttl left, in Redis as in the lease."""
+    key, left = keys_of(name).lease, []
+    with fenced_lock(name, ttl=0.3, renew=True) as lease:
+        end = now() + 1
+        while now() < end:
+            left.append((client.pttl(key), lease.remaining, lease.lost))
+            time.sleep(0.01)
+        with lease.atomic():
+            Job.objects.create(note=name)
+
+    assert all(0 < milliseconds <= 300 for milliseconds, _, _ in left)
+    assert all(0 < remaining <= 0.3 for _, remaining, _ in left)
+    assert not any(lost for _, _, lost in left)
+    assert not client.exists(key)
+    wait_until(lambda: not renewing())
+
+
+def test_a_lease_that_is_not_renewed_ends(name: str, client: Any) -> None:
+    """The twin of the above."""
+    lease = acquired(name, ttl=0.3)
+
+    wait_until(lambda: not client.exists(keys_of(name).lease))
+
+    wait_until(lambda: lease.lost)
+    assert not renewing()
+
+
+def test_one_thread_renews_all_leases(name: str, client: Any) -> None:
+    """Each in its own time, and the database is not asked in there."""
+    leases = [renewed(f"{name}:{number}", ttl=0.3 + number / 50) for number in range(20)]
+    began = now()
+    while now() < began + 1:
+        assert len(renewing()) == 1
+        time.sleep(0.02)
+
+    assert all(client.exists(keys_of(lease.resource).lease) for lease in leases)
+    assert all(lease.release() for lease in leases)
+
+
+def test_a_decorated_function_is_renewed(name: str, client: Any) -> None:
+    """As a block is; so is a view that streams, until it is closed."""
+
+    @with_fenced_lock(name, ttl=0.3, renew=5)
+    def work() -> int:
+        wait_until(lambda: current_lease()._age > 0.7)
+        return int(client.pttl(keys_of(name).lease))
+
+    assert 0 < work() <= 300
+
+
+def test_renewal_has_a_limit(name: str, client: Any) -> None:
+    """A body that hangs does not keep the lock for ever, and is fenced."""
+    with heard("lease_endangered", "lease_lost") as events:
+        lease = renewed(name, ttl=0.3, renew=0.9)
+        began = now()
+        wait_until(lambda: isinstance(in_threads(lambda: acquired(name, ttl=5))[0], Lease))
+        taken = now() - began
+        wait_until(lambda: len(events) == 2)
+
+    assert 0.6 < taken < 2
+    assert lease.lost
+    (endangered, said), (lost, _) = events
+    assert (endangered, lost) == ("lease_endangered", "lease_lost")
+    assert said["reason"] == "it was renewed for as long as it may be"
+    assert 0 < said["remaining"] <= 0.3
+
+
+def test_true_is_the_limit_of_the_settings(name: str) -> None:
+    """And no lock may ask for more."""
+    with override_settings(FENCING={"MAX_RENEWAL": 50}):
+        lease = renewed(name)
+        assert 49 < lease._renewed_until - now() <= 50
+        lease.release()
+        with pytest.raises(ValueError, match="renew must be at least 0.001 and at most 50"):
+            renewed(name, renew=51)
+
+
+@pytest.mark.parametrize(
+    ("renew", "error"),
+    [("yes", TypeError), (None, TypeError), (0, ValueError), (-1, ValueError)],
+    ids=str,
+)
+def test_a_renewal_that_means_nothing_is_refused(name: str, renew: Any, error: Any) -> None:
+    """Before anything is sent; by a decorator when it is made."""
+    with pytest.raises(error, match="renew"):
+        renewed(name, renew=renew)
+    with pytest.raises(error, match="renew"):
+        with_fenced_lock(name, renew=renew)
+    with pytest.raises(TypeError, match="on_lost"):
+        fenced_lock(name, on_lost="x").acquire()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fault", [Fault.REQUEST_LOST, Fault.REPLY_LOST, Fault.DOUBLED])
+def test_one_failed_renewal_is_no_loss(
+    name: str, proxy: Proxy, private_redis: Any, fault: Fault, caplog: Any
+) -> None:
+    """It is unknown whether the lease is held, and the next renewal tells: one warning at most."""
+    with heard("lease_endangered", "lease_lost") as events:
+        lease = renewed(name)
+        proxy.plan.append(fault)
+        end = now() + 1.5
+        while now() < end:
+            assert private_redis.pttl(keys_of(name).lease) > 0
+            assert not lease.lost
+            time.sleep(0.02)
+        assert lease.release()
+
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == len(events) == (fault is not Fault.DOUBLED)
+    assert [event for event, _ in events] == ["lease_endangered"] * len(events)
+
+
+def test_a_renewal_that_gets_no_answer_holds_up_no_other(
+    name: str, proxy: Proxy, private_redis: Any
+) -> None:
+    """It gives up in a third of the ttl, and is repeated on another connection."""
+    first, second = renewed(name, ttl=0.9), renewed(f"{name}:2", ttl=0.9)
+    proxy.plan.append(Fault.HELD_BACK)
+    end = now() + 2
+    while now() < end:
+        assert private_redis.pttl(keys_of(name).lease) > 0
+        assert private_redis.pttl(keys_of(f"{name}:2").lease) > 0
+        time.sleep(0.02)
+    assert b"mine" in proxy.deliver()
+
+    assert first.release()
+    assert second.release()
+
+
+def test_without_the_store_a_lease_is_lost_when_it_has_run_out(
+    name: str, proxy: Proxy, private_redis: Any
+) -> None:
+    """And not before; the thread has ended then."""
+    lost: list[Any] = []
+    with heard("lease_endangered", "lease_lost") as events:
+        lease = renewed(name, ttl=0.9, on_lost=lost.append)
+        proxy.hang_up()
+        wait_until(lambda: events)
+        assert not lease.lost
+        wait_until(lambda: lost)
+        wait_until(lambda: len(events) == 2)
+        wait_until(lambda: not renewing())
+
+    assert lost == [lease]
+    assert lease.lost
+    assert lease.remaining == 0
+    assert [event for event, _ in events] == ["lease_endangered", "lease_lost"]
+    assert events[1][1]["reason"] == "it ran out, because it could not be renewed"
+
+
+def test_a_lease_of_another_holder_is_not_renewed(name: str, client: Any) -> None:
+    """Its end stays where it is, and the lost one knows."""
+    lost: list[Any] = []
+    lease = renewed(name, ttl=0.6, on_lost=lost.append)
+    taken = taken_over(fenced_lock(name, ttl=30, register=False), client)
+
+    wait_until(lambda: lost)
+
+    assert lease.lost
+    assert client.hget(keys_of(name).lease, "holder") == taken.holder.id.hex
+    assert client.pttl(keys_of(name).lease) > 25_000
+    wait_until(lambda: not renewing())
+
+
+def test_a_lease_that_ran_out_is_not_made_anew(name: str, client: Any) -> None:
+    """Renewal only extends. As long as nobody else has registered, the lease still commits."""
+    with fenced_lock(name, ttl=0.6, renew=True) as lease:
+        expire(client, name)
+        wait_until(lambda: lease.lost)
+        assert not client.exists(keys_of(name).lease)
+        with lease.atomic():
+            pass
+
+
+def test_what_the_holder_extends_is_renewed_from_then_on(name: str, client: Any) -> None:
+    """By the new length, and never shortened."""
+    lease = renewed(name, ttl=0.3)
+    lease.extend(30)
+    end = now() + 0.7
+    while now() < end:
+        assert client.pttl(keys_of(name).lease) > 25_000
+        time.sleep(0.01)
+    assert lease.release()
+
+
+def test_many_short_rounds_leave_nothing(name: str, client: Any) -> None:
+    """Neither a key nor a thread, though each lease is renewed every millisecond or two."""
+    for _ in range(100):
+        with fenced_lock(name, ttl=0.005, renew=True, register=False):
+            pass
+
+    wait_until(lambda: not renewing())
+    assert not client.exists(keys_of(name).lease)
+
+
+def test_a_lease_that_is_dropped_is_renewed_no_more(name: str, client: Any) -> None:
+    """It runs out."""
+    lease = renewed(name)
+    assert renewing()
+    del lease
+    gc.collect()
+
+    wait_until(lambda: not renewing())
+    wait_until(lambda: not client.exists(keys_of(name).lease))
+
+
+def test_the_database_is_not_asked_in_the_thread(name: str) -> None:
+    """A receiver of a signal may, and its connection is closed."""
+    seen: list[Any] = []
+
+    def ask(**values: Any) -> None:
+        seen.append((threading.current_thread().name, Job.objects.count()))
+
+    signals.lease_lost.connect(ask)
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT count(*) FROM pg_stat_activity")
+            (before,) = cursor.fetchone()
+            lease = renewed(name, ttl=0.1, renew=0.1)
+            wait_until(lambda: seen)
+            wait_until(lambda: not renewing())
+            cursor.execute("SELECT count(*) FROM pg_stat_activity")
+            (after,) = cursor.fetchone()
+    finally:
+        signals.lease_lost.disconnect(ask)
+
+    assert lease.lost
+    assert seen == [("fencing-renewal", 0)]
+    assert after == before
+
+
+def test_a_renewal_does_not_cross_a_release(name: str) -> None:
+    """One of them is made, then the other: a release that was made is no loss."""
+    extend, release = RedisStore.extend, RedisStore.release
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slow(self: Any, *args: Any, **options: Any) -> bool:
+        asked.set()
+        assert go_on.wait(SECONDS)
+        return extend(self, *args, **options)
+
+    def released(self: Any, *args: Any, **options: Any) -> bool:
+        assert go_on.is_set()
+        return release(self, *args, **options)
+
+    with heard("lease_lost", "lease_released") as events:
+        with mock.patch.object(RedisStore, "extend", slow):
+            lease = renewed(name, ttl=0.9)
+            assert asked.wait(SECONDS)
+            with mock.patch.object(RedisStore, "release", released):
+                threading.Timer(0.1, go_on.set).start()
+                assert lease.release()
+        time.sleep(0.4)  # in which it would be renewed
+
+    assert [event for event, _ in events] == ["lease_released"]
+
+
+# Loss
+
+
+def test_a_loss_is_told_to_its_callable_once(name: str, client: Any) -> None:
+    """By whatever it is found out, in the thread that finds it out."""
+    lost: list[Any] = []
+    with fenced_lock(name, on_lost=lost.append) as lease:
+        expire(client, name)
+        assert not lost
+        for ask in (lease.ensure_held, lease.extend, lease.ensure_held):
+            with pytest.raises(LeaseLost):
+                ask()
+
+    assert lost == [lease]
+
+
+def test_a_refused_token_is_told_to_the_callable(name: str, client: Any) -> None:
+    """The database has found it out."""
+    lost: list[Any] = []
+    older = fenced_lock(name, on_lost=lost.append).acquire()
+    taken_over(fenced_lock(name), client).release()
+
+    with pytest.raises(StaleToken), older.atomic():
+        pass
+
+    assert lost == [older]
+
+
+def test_a_callable_that_raises_changes_nothing(name: str, client: Any, caplog: Any) -> None:
+    """It is logged."""
+
+    def fail(lease: Lease) -> None:
+        raise KeyError(lease.resource)
+
+    with fenced_lock(name, on_lost=fail):
+        expire(client, name)
+
+    assert f"on_lost_failed resource={name}" in caplog.text
+    fenced_lock(name).acquire().release()
+
+
+def test_a_release_in_time_is_no_loss(name: str) -> None:
+    """Nothing is told."""
+    lost: list[Any] = []
+    with fenced_lock(name, on_lost=lost.append):
+        pass
+
+    assert not lost
+
+
+# Child processes
+
+
+@contextmanager
+def forked() -> Iterator[bool]:
+    """Fork, run the block in both, and check that the child's has raised nothing."""
+    connections.close_all()
+    pid = os.fork()
+    if pid:
+        yield False
+        deadline = time.monotonic() + SECONDS
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        assert ended[1] == 0
+        return
+    code = 1
+    try:
+        yield True
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def test_a_child_process_does_nothing_with_the_lease_of_its_parent(name: str, client: Any) -> None:
+    """It neither renews, releases, extends, writes nor enters it again; the parent holds it."""
+    with fenced_lock(name, ttl=0.6, renew=True) as lease:
+        with forked() as child:
+            if child:
+                assert not renewing()
+                assert lease.lost
+                assert lease.remaining == 0
+                assert not lease.release()
+                for use in (lease.extend, lease.ensure_held, lease.atomic().__enter__):
+                    with pytest.raises(LeaseLost, match=f"process {os.getppid()}"):
+                        use()
+                with pytest.raises(LockHeld), fenced_lock(name, register=False):
+                    pass
+                with fenced_lock(f"{name}:child", ttl=0.3, renew=True, register=False) as own:
+                    wait_until(lambda: own._age > 0.7)
+                    own.ensure_held()
+                time.sleep(1)  # longer than the ttl: a thread of the child would have renewed
+        lease.ensure_held()
+        assert 0 < client.pttl(keys_of(name).lease) <= 600
+
+    assert not client.exists(keys_of(name).lease)
+
+
+def test_a_child_that_leaves_the_block_of_its_parent_releases_nothing(
+    name: str, client: Any
+) -> None:
+    """As multiprocessing does by an exception; in a fenced transaction too."""
+    with fenced_atomic(name):
+        pass
+    lock = fenced_lock(name)
+    with lock as lease:
+        with forked() as child:
+            if child:
+                lock.__exit__(None, None, None)
+                lease._leave(None)
+        assert client.hget(keys_of(name).lease, "holder") == lease.holder.id.hex
+        assert flow.held() == [lease]
+
+
+# Green threads
+
+GEVENT = """
+from gevent import monkey; monkey.patch_all()
+import threading, time
+import os; os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+import django; django.setup()
+import gevent
+from django_fencing.locks import fenced_lock
+
+def work(number):
+    with fenced_lock(f"{NAME}:{number % 2}", ttl=0.3, wait=20, renew=True, register=False) as lease:
+        time.sleep(0.7)
+        lease.ensure_held()
+        return lease.token
+
+jobs = [gevent.spawn(work, number) for number in range(6)]
+gevent.joinall(jobs, timeout=20, raise_error=True)
+assert sorted(job.value for job in jobs) == [1, 1, 2, 2, 3, 3], [job.value for job in jobs]
+time.sleep(0.3)
+assert not [one for one in threading.enumerate() if one.name == "fencing-renewal"]
+print("done")
+"""
+
+
+def test_leases_are_renewed_and_waited_for_under_gevent(name: str) -> None:
+    """Where threads are green: none of them blocks the others."""
+    ran = subprocess.run(
+        [sys.executable, "-c", GEVENT.replace("{NAME}", name)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+
+
+def test_a_lease_is_renewed_through_a_cache_that_closes_its_connections(
+    name: str, private_redis: Any, private_services: Any
+) -> None:
+    """As DJANGO_REDIS_CLOSE_CONNECTION does at the end of each request."""
+    from django.core.cache import caches
+
+    url = f"{private_services.redis_url}"
+    with cache_at(url, CLOSE_CONNECTION=True):
+        lease = renewed(name, ttl=0.3)
+        end = now() + 1
+        while now() < end:
+            caches["default"].close()
+            assert private_redis.pttl(keys_of(name).lease) > 0
+            time.sleep(0.005)
+        assert lease.release()
