@@ -1,4 +1,4 @@
-# make demo | test | check      VENV=… PYTHON=… PIN="…" give a separate environment
+# make demo | test | check | bench    VENV=… PYTHON=… PIN="…" give a separate environment
 VENV ?= .venv
 PYTHON ?= python3
 # Versions to hold down, for the oldest set: PIN="Django==5.2.* redis==5.2.* asgiref==3.9.*"
@@ -8,7 +8,7 @@ ARGS ?=
 BIN = $(VENV)/bin
 RUN = $(BIN)/python -X dev
 
-.PHONY: demo test check clean
+.PHONY: demo test check bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python example_project/manage.py demo $(ARGS)
@@ -26,6 +26,10 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python example_project/manage.py makemigrations --check --dry-run
 
+# Ratios of one run: the machine may be busy, and other machines are others.
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks
+
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -37,6 +41,10 @@ $(VENV)/.pip:
 
 $(VENV)/.demo: $(VENV)/.pip pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable . --group demo $(PIN)
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.pip pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable . --group bench $(PIN)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.pip pyproject.toml
