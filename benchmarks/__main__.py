@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "example_project"))
 
-from services import Services  # noqa: E402 - of the example project
+from services import Services
 
 
 def free_port() -> int:
@@ -30,9 +30,10 @@ def main() -> None:
 
 
 def report() -> None:
+    from django.core.management import call_command
+
     from benchmarks import measures  # after the settings are named
     from benchmarks.contestants import CONTESTANTS, client
-    from django.core.management import call_command
 
     call_command("migrate", run_syncdb=True, verbosity=0)
     info = client().info("server")

@@ -63,6 +63,7 @@ CONTESTANTS = {
     "python-redis-lock": python_redis_lock,
 }
 
+
 def client() -> Any:
     """Return the client that all of them use."""
     cache: Any = caches["default"]

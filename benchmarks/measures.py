@@ -15,9 +15,9 @@ from django.db import transaction
 if os.environ.get("DJANGO_SETTINGS_MODULE"):  # a process of its own begins here
     django.setup()
 
-from benchmarks.contestants import CONTESTANTS, client  # noqa: E402 - after the setup
-from benchmarks.models import Account  # noqa: E402
-from django_fencing.locks import fenced_atomic, fenced_lock  # noqa: E402
+from benchmarks.contestants import CONTESTANTS, client
+from benchmarks.models import Account
+from django_fencing.locks import fenced_atomic, fenced_lock
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -83,7 +83,7 @@ def _seconds(function: Callable[[], Any], times: int) -> float:
 
 
 def hand_off(kind: str, times: int) -> tuple[float, float]:
-    """Return median and 99th percentile of the ms from a release to the grant in another process."""
+    """Return median and 99th percentile, in ms, from a release to the grant in a process."""
     name = uuid.uuid4().hex
     acquire = CONTESTANTS[kind](name).acquire
     here, there = SPAWN.Pipe()

@@ -33,6 +33,7 @@ class Conf:
 
     def __init__(self) -> None:
         self._checked: object = object()  # the FENCING whose keys are known to be right
+        self._lengths: dict[str, tuple[object, float]] = {}  # that were found in it, as read
 
     @property
     def cache(self) -> str:
@@ -105,10 +106,10 @@ class Conf:
         return lambda: value
 
     def _read(self, key: str) -> Any:
-        given = getattr(settings, "FENCING", _NOTHING)
+        given = _given()
         if given is not self._checked:
             _refuse_unknown(given)
-            self._checked = given
+            self._checked, self._lengths = given, {}
         return given.get(key, DEFAULTS[key])
 
     def _text(self, key: str) -> str:
@@ -118,10 +119,16 @@ class Conf:
         return value
 
     def _seconds(self, key: str, *, most: float, zero: bool = False) -> float:
+        value = self._read(key)
+        found, length = self._lengths.get(key, (_NOTHING, 0.0))
+        if found is value:
+            return length
         try:
-            return seconds(f"FENCING[{key!r}]", self._read(key), most=most, zero=zero)
+            length = seconds(f"FENCING[{key!r}]", value, most=most, zero=zero)
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(str(error)) from error
+        self._lengths[key] = value, length
+        return length
 
     def _callable(self, key: str, value: Any) -> Callable[[], Any]:
         try:
@@ -131,6 +138,16 @@ class Conf:
         if not callable(found):
             raise ImproperlyConfigured(f"FENCING[{key!r}] must name a callable, not {found!r}.")
         return cast("Callable[[], Any]", found)
+
+
+def _given() -> Any:
+    """Return FENCING as it is at the moment."""
+    try:
+        return settings.FENCING
+    except AttributeError:
+        # It costs twenty times as much to find out that a setting is missing as to read one, and
+        # an acquisition reads many. override_settings() forgets it, as it does all that was read.
+        return vars(settings).setdefault("FENCING", _NOTHING)
 
 
 def _refuse_unknown(given: Any) -> None:
@@ -152,7 +169,7 @@ def faults() -> Iterator[tuple[str, str]]:
 
     A callable is not called: which tenant it is may not be known yet.
     """
-    given = getattr(settings, "FENCING", _NOTHING)
+    given = _given()
     try:
         _refuse_unknown(given)
     except ImproperlyConfigured as error:

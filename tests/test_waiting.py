@@ -239,10 +239,6 @@ def nursery(private_services: Services) -> Iterator[Nursery]:
     nursery.close()
 
 
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 # First come, first served
 
 
@@ -292,7 +288,7 @@ def test_whoever_releases_and_asks_again_at_once_goes_to_the_end(
 
 
 def test_a_free_lock_is_kept_for_the_first_in_line(name: str, private_redis: Any) -> None:
-    """Also while nobody else waits: for a moment newcomers are refused, and told how short it is."""
+    """Also while nobody else waits: newcomers are refused, and told for how short a time."""
     holder = acquired(name)
     with busy_waiter(private_redis, name, lambda wait, *args, **options: True) as (first, free):
         (waits,) = line_of(private_redis, name)
@@ -304,6 +300,7 @@ def test_a_free_lock_is_kept_for_the_first_in_line(name: str, private_redis: Any
         assert caught.value.held_by is None
         assert 0 < caught.value.retry_after <= RESERVATION
         assert private_redis.hgetall(keys_of(name).lease) == {"reserved": waits}
+        assert 0 < private_redis.pttl(keys_of(name).wakes + waits) <= 10_000
         free.set()
         first.reach_pause()
         assert first.finish().holder.id.hex == waits
@@ -453,15 +450,17 @@ def test_a_wake_up_that_the_line_swallows_costs_at_most_a_slice(
         return Fault.HELD_BACK
 
     holder = acquired(name)
-    with mock.patch.object(proxy, "fault_of", swallow):
-        with waiters(private_redis, name, 1) as [waiter]:
-            assert blocked.wait(SECONDS)
-            assert holder.release()
-            released = now()
-            waiter.reach_pause()
+    with (
+        mock.patch.object(proxy, "fault_of", swallow),
+        waiters(private_redis, name, 1) as [waiter],
+    ):
+        assert blocked.wait(SECONDS)
+        assert holder.release()
+        released = now()
+        waiter.reach_pause()
 
-            assert SLICE / 2 < now() - released < SLICE + SLACK
-            waiter.finish()
+        assert SLICE / 2 < now() - released < SLICE + SLACK
+        waiter.finish()
     assert_nothing_left(private_redis, name)
 
 
@@ -492,21 +491,21 @@ def test_a_lock_that_runs_out_is_had_at_once(
     name: str, private_redis: Any, nursery: Nursery
 ) -> None:
     """Nobody wakes the first in line of a holder that was killed: it knows when the lease ends."""
-    holder = nursery.fork("wait_and_hold", name, ttl=1, wait=0)
+    holder = nursery.fork("wait_and_hold", name, ttl=1.5, wait=0)
     assert nursery.tells() == {"token": 1}
     granted = now()
     with waiters(private_redis, name, 1) as [waiter]:
         os.kill(holder, signal.SIGKILL)
         waiter.reach_pause()
 
-        assert now() - granted < 1.3
+        assert now() - granted < 1.5 + 0.3
 
 
 # Waiters that are no more
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(("count", "seconds"), [(1, RESERVATION + SLICE + SLACK), (3, 3.5)])
+@pytest.mark.parametrize(("count", "seconds"), [(1, RESERVATION + SLICE + SLACK), (8, 3.5)])
 def test_dead_waiters_hold_the_next_one_up_for_a_moment(
     name: str,
     private_redis: Any,
@@ -568,17 +567,19 @@ def test_a_waiter_that_gives_up_in_its_turn_hands_on(
 ) -> None:
     """The next one has the lock at once, not when it asks again."""
     holder = acquired(name)
-    with busy_waiter(private_redis, name, give_up) as (first, free):
-        with waiters(private_redis, name, 1) as [second]:
-            holder.release()
-            released = now()
-            assert private_redis.hexists(keys_of(name).lease, "reserved")
-            free.set()
-            second.reach_pause()
+    with (
+        busy_waiter(private_redis, name, give_up) as (first, free),
+        waiters(private_redis, name, 1) as [second],
+    ):
+        holder.release()
+        released = now()
+        assert private_redis.hexists(keys_of(name).lease, "reserved")
+        free.set()
+        second.reach_pause()
 
-            assert now() - released < SLICE / 2
-            assert isinstance(first.finish(), error)
-            second.finish()
+        assert now() - released < SLICE / 2
+        assert isinstance(first.finish(), error)
+        second.finish()
     assert_nothing_left(private_redis, name)
 
 
@@ -615,12 +616,11 @@ def test_a_waiter_whose_last_attempt_fails_in_its_turn_hands_on(
 # What is left
 
 
-# Of all keys, those without an expiry, or with a long one, but for those that stay.
+# The keys without an expiry, and the number of all.
 LASTING = """
 local lasting = {}
 for _, key in ipairs(redis.call('KEYS', '*')) do
-  local life = redis.call('PTTL', key)
-  if life == -1 or (life > 10000 and string.match(key, ':queue:')) then table.insert(lasting, key) end
+  if redis.call('PTTL', key) == -1 then table.insert(lasting, key) end
 end
 return {lasting, redis.call('DBSIZE')}
 """
@@ -643,13 +643,15 @@ def test_nothing_is_left_when_nobody_waits_any_more(name: str, private_redis: An
     holder = acquired(name)
     with in_background(look):
         try:
-            with busy_waiter(private_redis, name, fail) as (failing, free):
-                with waiters(private_redis, name, 2) as bodies:
-                    refused = in_threads(*[partial(acquired, name, wait=0.3)] * 2, break_off)
-                    free.set()
-                    assert isinstance(failing.finish(), KeyError)
-                    holder.release()
-                    assert [body.finish().lost for body in bodies] == [False, False]
+            with (
+                busy_waiter(private_redis, name, fail) as (failing, free),
+                waiters(private_redis, name, 2) as bodies,
+            ):
+                refused = in_threads(*[partial(acquired, name, wait=0.3)] * 2, break_off)
+                free.set()
+                assert isinstance(failing.finish(), KeyError)
+                holder.release()
+                assert [body.finish().lost for body in bodies] == [False, False]
         finally:
             over.set()
 
@@ -668,10 +670,9 @@ def test_a_late_call_of_a_waiter_that_has_given_up_takes_no_place(
     """Neither in the line, nor when the lock is free."""
     holder = acquired(name)
     proxy.plan.extend([Fault.NONE] * (attempt == "last") + [fault])
-    with pytest.raises((LockHeld, StoreUnavailable)):
-        (refused,) = in_threads(partial(acquired, name, wait=0.3))
-        raise refused
+    (refused,) = in_threads(partial(acquired, name, wait=0.3))
 
+    assert isinstance(refused, LockHeld | StoreUnavailable)
     if fault is Fault.HELD_BACK:
         assert b"held" in proxy.deliver()
     assert line_of(private_redis, name) == []
@@ -706,8 +707,6 @@ def test_a_waiter_whose_call_met_a_fault_stays_in_line(
     proxy.plan.append(fault)
     with waiters(private_redis, name, 2) as [first, second]:
         ids = line_of(private_redis, name)
-        if fault is Fault.HELD_BACK:
-            proxy.deliver()
         assert len(set(ids)) == 2
         holder.release()
         first.reach_pause()
@@ -829,7 +828,6 @@ POOLS: dict[str, dict[str, Any]] = {
     "with retry": REPEATING | {"socket_timeout": 5},
     "with many retries": {"retry": Retry(NoBackoff(), 100), "socket_timeout": 0.3},
     "without timeouts": {"socket_timeout": None, "socket_connect_timeout": None},
-    "another database": {"db": 1},
 }
 
 
@@ -922,15 +920,11 @@ def test_a_server_that_falls_silent_is_an_outage_at_the_deadline(
 ) -> None:
     """The waiters stand in line and block by then."""
     with pools_at(private_services.redis_url, POOLS) as pools, ExitStack() as stack:
-        pools.mine.kind = "default"
-        acquired(name)
+        pools.run("default", partial(acquired, name))
 
         def wait(pause: Pause, kind: str) -> tuple[Any, float]:
-            resource = name if kind != "another database" else f"{name} too"
-            return pools.run(kind, partial(acquired, resource, wait=2))
+            return pools.run(kind, partial(acquired, name, wait=2))
 
-        pools.mine.kind = "another database"
-        acquired(f"{name} too")
         bodies = [stack.enter_context(started(wait, kind)) for kind in POOLS]
         wait_until(lambda: len(blocked_clients(private_redis)) == len(POOLS))
         outage(private_services, private_redis, 3)
@@ -989,32 +983,34 @@ def test_many_waiters_share_few_connections(
     name: str, private_services: Services, private_redis: Any, options: dict[str, Any]
 ) -> None:
     """Twenty get the lock in the end, with two of the cache's connections and two of our own."""
-    before = {one["id"] for one in private_redis.client_list()}
     most = 0
     over = threading.Event()
 
     def look() -> None:
         nonlocal most
         while not over.is_set():
-            most = max(most, len({one["id"] for one in private_redis.client_list()} - before))
+            most = max(most, len({one["id"] for one in watcher.client_list()} - before))
 
     def work() -> int:
         lease = acquired(name, wait=SECONDS)
         assert lease.release()
         return lease.token
 
-    with cache_at(private_services.redis_url, **options), in_background(look):
-        try:
-            holder = acquired(name)
-            with ThreadPoolExecutor(20) as pool:
-                served = [pool.submit(closing, work) for _ in range(20)]
-                stand_in_line(private_redis, name, 20)
-                began = now()
-                holder.release()
-                tokens = [one.result() for one in served]
-        finally:
-            over.set()
-    print("TIME", now() - began, most)
+    with (
+        redis.Redis.from_url(private_services.redis_url, decode_responses=True) as watcher,
+        cache_at(private_services.redis_url, **options),
+    ):
+        before = {one["id"] for one in [*watcher.client_list(), *private_redis.client_list()]}
+        with in_background(look):
+            try:
+                holder = acquired(name)
+                with ThreadPoolExecutor(20) as pool:
+                    served = [pool.submit(closing, work) for _ in range(20)]
+                    stand_in_line(private_redis, name, 20)
+                    holder.release()
+                    tokens = [one.result() for one in served]
+            finally:
+                over.set()
 
     assert sorted(tokens) == list(range(2, 22))
     assert 2 <= most <= 4
@@ -1026,15 +1022,13 @@ def test_no_timeout_of_the_client_ends_a_long_wait(
 ) -> None:
     """Six of seven seconds, with timeouts from 0.3 to 5, retries, and none of them."""
     with pools_at(private_services.redis_url, POOLS) as pools, ExitStack() as stack:
-        pools.mine.kind = "default"
-        kinds = [kind for kind in POOLS if kind != "another database"]
-        holders = [acquired(f"{name}{kind}") for kind in kinds]
+        holders = [pools.run(kind, partial(acquired, f"{name}{kind}"))[0] for kind in POOLS]
 
         def wait(pause: Pause, kind: str) -> tuple[Any, float]:
             return pools.run(kind, partial(acquired, f"{name}{kind}", wait=7))
 
-        bodies = [stack.enter_context(started(wait, kind)) for kind in kinds]
-        wait_until(lambda: len(blocked_clients(private_redis)) == len(kinds))
+        bodies = [stack.enter_context(started(wait, kind)) for kind in POOLS]
+        wait_until(lambda: len(blocked_clients(private_redis)) == len(POOLS))
         time.sleep(6)  # longer than the client's timeouts
         for holder in holders:
             holder.release()

@@ -73,23 +73,20 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-@contextmanager
-def asking(patience: float | None = None) -> Iterator[Ask]:
+def asking(patience: float | None = None) -> Ask:
     """
-    Yield what sends a command to the server of the leases and returns the reply, in bytes.
+    Return what sends a command to the server of the leases and returns the reply, in bytes.
 
-    With `patience` it raises TimeoutError of redis-py when the block has lasted for so many
-    seconds, and repeats nothing. Without it, or where the client is of a cluster or a Sentinel, it
-    waits and repeats as the client's own options say.
+    With `patience` it raises TimeoutError of redis-py so many seconds from now, and repeats
+    nothing. Without it, or where the client is of a cluster or a Sentinel, it waits and repeats as
+    the client's own options say.
     """
     given = client()
     pool = None if patience is None else _pool_of(given)
     if pool is None or patience is None:
-        with _answered(given):
-            yield functools.partial(_ask, given)
-    else:
-        deadline = now() + min(patience, pool.longest)
-        yield lambda *command: _ask_until(deadline, pool, *command)
+        return functools.partial(_ask, given)
+    deadline = now() + min(patience, pool.longest)
+    return lambda *command: _ask_until(deadline, pool, *command)
 
 
 @contextmanager
@@ -130,7 +127,12 @@ def impatient(seconds: float) -> Iterator[Any]:
 
 
 def _ask(given: Any, *command: Any) -> Any:
-    """Send through the settings' own client, as soon as its pool has a connection left."""
+    """
+    Send through the settings' own client, as soon as its pool has a connection left.
+
+    Let no reply be taken for another command's: where an interrupt comes between a command and its
+    reply, redis-py gives the connection back to its pool as it is.
+    """
     deadline = now() + _BUSY
     while True:
         try:
@@ -138,6 +140,14 @@ def _ask(given: Any, *command: Any) -> Any:
         except redis.ConnectionError as error:
             if not _is_busy(error, deadline):
                 raise
+        except FAILURES:
+            raise
+        except BaseException:
+            if pool := getattr(given, "connection_pool", None):
+                pool.disconnect(inuse_connections=False)
+            else:
+                given.disconnect_connection_pools()  # of a cluster
+            raise
 
 
 def _ask_until(
@@ -183,26 +193,6 @@ def _is_busy(error: redis.ConnectionError, deadline: float) -> bool:
         return False
     time.sleep(0.005)
     return True
-
-
-@contextmanager
-def _answered(given: Any) -> Iterator[None]:
-    """
-    Let no reply be taken for another command's.
-
-    Where an interrupt comes between a command and its reply, redis-py gives the connection back
-    to its pool as it is.
-    """
-    try:
-        yield
-    except FAILURES:
-        raise
-    except BaseException:
-        if pool := getattr(given, "connection_pool", None):
-            pool.disconnect(inuse_connections=False)
-        else:
-            given.disconnect_connection_pools()  # of a cluster
-        raise
 
 
 def _is_plain(given: Any) -> bool:

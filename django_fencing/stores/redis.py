@@ -178,11 +178,11 @@ class RedisStore(Store):
         script, digest = _script(name)
         rest = (len(keys), *keys, *args)
         try:
-            with asking(patience) as ask:
-                try:
-                    reply = ask("EVALSHA", digest, *rest)
-                except redis.exceptions.NoScriptError:
-                    reply = ask("EVAL", script, *rest)
+            ask = asking(patience)
+            try:
+                reply = ask("EVALSHA", digest, *rest)
+            except redis.exceptions.NoScriptError:
+                reply = ask("EVAL", script, *rest)
         except clients.FAILURES as error:
             raise StoreUnavailable(
                 f"Cannot {name} {resource.name!r}: {error}", resource=resource.name
@@ -224,6 +224,8 @@ def _described(host: str = "", pid: str = "", function: str = "") -> str | None:
 
 
 def _short(text: str) -> str:
+    if len(text) * 4 <= _LONGEST_TEXT:  # whatever letters these are
+        return text
     return text.encode()[:_LONGEST_TEXT].decode(errors="ignore")
 
 

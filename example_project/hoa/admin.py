@@ -8,6 +8,7 @@ from hoa.models import (
     Complaint,
     MonthlyChargeRun,
     Organization,
+    Statement,
     Unit,
     Vendor,
     VendorAssignment,
@@ -31,6 +32,12 @@ class MonthlyChargeRunAdmin(admin.ModelAdmin):
 @admin.register(Charge)
 class ChargeAdmin(admin.ModelAdmin):
     list_display = ("run", "unit", "amount")
+
+
+@admin.register(Statement)
+class StatementAdmin(admin.ModelAdmin):
+    list_display = ("unit", "month", "token")
+    readonly_fields = ("token",)
 
 
 @admin.register(Complaint)

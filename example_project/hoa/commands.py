@@ -1,7 +1,9 @@
-"""How the commands end where no lock is concerned: each error is one line."""
+"""What the commands share: their arguments, and how they end where no lock is concerned."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date, datetime
 from typing import Any
 
 from django.core.management.base import CommandError
@@ -25,3 +27,11 @@ def find(model: Any, pk: int) -> Any:
     if row := model.objects.filter(pk=pk).first():
         return row
     raise CommandError(f"There is no {model._meta.verbose_name} {pk}.")
+
+
+def month(text: str) -> date:
+    """Return the first day of the month, as an argument gives it."""
+    try:
+        return datetime.strptime(text, "%Y-%m").date()
+    except ValueError as error:
+        raise ArgumentTypeError(f"a month looks like 2026-11, not like {text!r}") from error

@@ -53,6 +53,18 @@ class Charge(models.Model):
         return f"{self.amount} for {self.unit}"
 
 
+class Statement(models.Model):
+    """What the owner of a unit is told of one month."""
+
+    unit = models.ForeignKey(Unit, on_delete=models.CASCADE, related_name="statements")
+    month = models.DateField(help_text="Its first day.")
+    text = models.TextField()
+    token = models.BigIntegerField(default=0, help_text=WRITTEN_BY)
+
+    def __str__(self) -> str:
+        return f"{self.unit}, {self.month:%Y-%m}"
+
+
 class Vendor(models.Model):
     name = models.CharField(max_length=200, unique=True)
 

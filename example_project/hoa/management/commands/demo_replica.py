@@ -10,9 +10,9 @@ from django.core.management.base import BaseCommand, CommandParser
 from redis.exceptions import LockError
 
 from django_fencing.exceptions import FencingError
+from hoa.commands import month
 from hoa.demo.guards import VARIANTS, RefusedByToken
 from hoa.demo.replicas import end_with
-from hoa.management.commands.generate_monthly_charges import month
 from hoa.models import Organization
 
 

@@ -1,7 +1,5 @@
 """manage.py generate_monthly_charges"""
 
-from argparse import ArgumentTypeError
-from datetime import date, datetime
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
@@ -9,15 +7,8 @@ from django.core.management.base import BaseCommand, CommandParser
 from django_fencing.decorators import with_fenced_lock
 from django_fencing.leases import Lease
 from hoa.charges import Outcome, charge_month, lock_name
-from hoa.commands import find, one_line_errors
+from hoa.commands import find, month, one_line_errors
 from hoa.models import Organization
-
-
-def month(text: str) -> date:
-    try:
-        return datetime.strptime(text, "%Y-%m").date()
-    except ValueError as error:
-        raise ArgumentTypeError(f"a month looks like 2026-11, not like {text!r}") from error
 
 
 def charges_of(options: dict[str, Any]) -> str:
