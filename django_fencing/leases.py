@@ -260,7 +260,7 @@ class Lease:
             if not self._renewed_until:
                 return None
             if now() >= self._ends:
-                reason = "it ran out, because it could not be renewed"
+                reason = "it ran out before it could be renewed"
             elif now() >= self._renewed_until:
                 reason, failure = "", "it was renewed for as long as it may be"
             else:

@@ -228,7 +228,7 @@ def test_without_the_store_a_lease_is_lost_when_it_has_run_out(
     assert lease.lost
     assert lease.remaining == 0
     assert [event for event, _ in events] == ["lease_endangered", "lease_lost"]
-    assert events[1][1]["reason"] == "it ran out, because it could not be renewed"
+    assert events[1][1]["reason"] == "it ran out before it could be renewed"
 
 
 def test_a_lease_of_another_holder_is_not_renewed(name: str, client: Any) -> None:
@@ -336,6 +336,101 @@ def test_a_renewal_does_not_cross_a_release(name: str) -> None:
         time.sleep(0.4)  # in which it would be renewed
 
     assert [event for event, _ in events] == ["lease_released"]
+
+
+@pytest.mark.parametrize("fault", ["no scripts", "a pause", "both"])
+def test_a_lease_outlives_faults_of_the_server_that_are_shorter(
+    name: str, private_redis: Any, fault: str
+) -> None:
+    """Its scripts may be gone at each renewal, and it may stand still for a while."""
+    lease = renewed(name, ttl=0.9)
+    for _ in range(4):
+        if fault != "a pause":
+            private_redis.script_flush()
+        if fault != "no scripts":
+            private_redis.client_pause(400)
+        time.sleep(0.5)
+    assert private_redis.pttl(keys_of(name).lease) > 0
+    assert lease.release()
+
+
+def test_a_server_that_forgets_everything_ends_the_lease(
+    name: str, private_redis: Any, private_services: Any
+) -> None:
+    """As one that is restarted without persistence: it is told, and the next one is granted."""
+    lost: list[Any] = []
+    with fenced_lock(name, ttl=0.9, renew=True, on_lost=lost.append) as lease:
+        private_services.restart_valkey()
+        wait_until(lambda: lost)
+        with fenced_lock(name) as successor:
+            assert successor.token > lease.token
+        with pytest.raises(StaleToken), lease.atomic():
+            pass
+
+
+SLEEPER = """
+import os, signal, sys, time
+os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+import django; django.setup()
+from django_fencing.locks import fenced_lock
+with fenced_lock("{NAME}", ttl=0.6, renew=True, register=False) as lease:
+    print("held", flush=True)
+    sys.stdin.readline()
+    print(lease.lost, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_process_that_stood_still_finds_its_lease_lost(name: str, client: Any) -> None:
+    """The thread does not make it anew, nor takes it from the next one."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SLEEPER.replace("{NAME}", name)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as sleeper:
+        assert sleeper.stdin is not None
+        assert sleeper.stdout is not None
+        try:
+            assert sleeper.stdout.readline() == "held\n"
+            sleeper.send_signal(signal.SIGSTOP)
+            wait_until(lambda: not client.exists(keys_of(name).lease))
+            lease = acquired(name, ttl=30)
+            sleeper.send_signal(signal.SIGCONT)
+            time.sleep(0.5)
+            print("", file=sleeper.stdin, flush=True)
+            assert sleeper.stdout.readline() == "True\n"
+            assert 20_000 < client.pttl(keys_of(name).lease) <= 30_000
+            print("", file=sleeper.stdin, flush=True)
+            assert sleeper.wait(SECONDS) == 0
+        finally:
+            sleeper.kill()
+    assert lease.release()
+
+
+EXIT = """
+import os
+os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+import django; django.setup()
+from django_fencing.locks import fenced_lock
+lease = fenced_lock("{NAME}", ttl=0.03, renew=True, register=False).acquire()
+import time; time.sleep(0.1)
+"""
+
+
+def test_a_program_may_end_while_it_renews(name: str, client: Any) -> None:
+    """Without a word, and the lease runs out."""
+    ran = subprocess.run(
+        [sys.executable, "-c", EXIT.replace("{NAME}", name)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    wait_until(lambda: not client.exists(keys_of(name).lease))
 
 
 # Loss
