@@ -220,7 +220,7 @@ def _remaining(milliseconds: str) -> float | None:
 
 
 def _described(host: str = "", pid: str = "", function: str = "") -> str | None:
-    return f"{function} (host {host}, pid {pid})" if host else None
+    return f"{function} (host {host}, pid {pid})" if host else function or None
 
 
 def _short(text: str) -> str:

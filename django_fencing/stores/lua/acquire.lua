@@ -8,7 +8,8 @@
 --       10 layout version  11 host  12 pid  13 function  14 model  15 pk
 -- returns  {'granted', token}
 --          {'held', remaining ms (-1: no expiry), came, place in the line from 0 (-1: none),
---           host, pid, function}, the last three if readable
+--           host, pid, function}, the last three if readable, the function alone if the lock is
+--           kept for a waiter
 --          {'done'}  this holder has released or given up already: the call came late
 --          {'unreadable'} or {'exhausted'}  the counter gives no token; nothing was written
 local holder, ttl, floor = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -44,6 +45,8 @@ local function refuse()
     for _, field in ipairs(redis.call('HMGET', KEYS[1], 'host', 'pid', 'function')) do
       table.insert(answer, field or '')
     end
+  elseif reserved_for(KEYS[1]) then
+    for _, field in ipairs({'', '', 'somebody whose turn it is'}) do table.insert(answer, field) end
   end
   return answer
 end
