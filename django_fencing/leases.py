@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 
-from django_fencing import flow, renewal
+from django_fencing import flow
 from django_fencing.conf import conf
 from django_fencing.endings import Ending, OnLost
 from django_fencing.exceptions import (
@@ -21,18 +20,15 @@ from django_fencing.fences import NotRegistered
 from django_fencing.grants import Holder
 from django_fencing.models import FencedResource
 from django_fencing.registrar import Registrar
+from django_fencing.renewal import Renewal
+from django_fencing.renewer import renewer
 from django_fencing.resources import Resource
-from django_fencing.signals import lease_endangered, lease_extended, token_refused
+from django_fencing.signals import lease_extended, token_refused
 from django_fencing.stores.base import Store
 from django_fencing.timing import Duration, now, seconds
 
 # How long registering may wait for the row where the caller does not wait for longer anyway.
 _PATIENCE = 1.0
-
-# A renewal that has failed is repeated after this part of the ttl. It waits for its answer for a
-# second at most, because the other leases wait meanwhile.
-_HASTE = 10
-_MOST_PATIENCE = 1.0
 
 
 def current_lease() -> "Lease":
@@ -70,9 +66,9 @@ class Lease:
         self._since = sent
         self._ends = sent + ttl
         self._entered_by: flow.Flow | None = None  # who may enter it again
-        self._renewed_until = sent + renewal if renewal else 0.0  # 0: it is not renewed
-        self._endangered = False  # whether that was announced since the last renewal
         self._ending = Ending(store, resource, holder, on_lost)
+        until = sent + renewal if renewal else 0.0
+        self._renewal = Renewal(store, resource, holder, self._ending, until)
         self._registrar = Registrar(store, resource, holder, token, seen)
 
     def __repr__(self) -> str:
@@ -183,14 +179,14 @@ class Lease:
         length = self.ttl if ttl is None else seconds("ttl", ttl, most=conf.max_ttl)
         self._refuse_ended()
         with self._ending.asking:
-            ends = now() + length
+            sent = now()
             try:
                 extended = self._store.extend(self._resource, self.holder, ttl=length)
             except StoreUnavailable:
-                self._ends = min(self._ends, ends)  # it may have been done, and have shortened
+                self._ends = min(self._ends, sent + length)  # it may have been done, and shorten
                 raise
             if extended:
-                self.ttl, self._ends = length, ends
+                self._last(length, sent)
         if not extended:
             raise self._lose("it ran out, or another holder has it")
         lease_extended.announce(self._resource, {"token": self.token, "ttl": length}, lease=self)
@@ -234,69 +230,24 @@ class Lease:
 
     def _keep_alive(self) -> None:
         """Renew the lease from now on, if it was asked for."""
-        if self._renewed_until:
-            renewal.renewer.add(self, self.ttl / 3)
-
-    def _end_renewal(self) -> None:
-        if self._renewed_until:
-            self._renewed_until = 0.0
-            renewal.renewer.look()
+        if self._renewal.is_on:
+            renewer.add(self, self.ttl / 3)
 
     @property
     def _is_renewed(self) -> bool:
         """Whether it is renewed, or watched until it ends."""
-        return bool(self._renewed_until)
+        return self._renewal.is_on
 
     def _renew(self) -> float | None:
-        """
-        Extend the lease in the thread that renews; return in how many seconds to do so again.
+        """Renew it in that thread; return in how many seconds to do so again, None if never."""
+        return self._renewal.renew(self)
 
-        An error leaves open whether the lease is held, until it has run out. It asks nothing of
-        the database.
-        """
-        if not self._ending.asking.acquire(blocking=False):
-            return self.ttl / _HASTE  # it is being released or extended
-        try:
-            if not self._renewed_until:
-                return None
-            if now() >= self._ends:
-                reason = "it ran out before it could be renewed"
-            elif now() >= self._renewed_until:
-                reason, failure = "", "it was renewed for as long as it may be"
-            else:
-                reason, failure = self._ask_to_renew()
-        finally:
-            self._ending.asking.release()
-        if reason:
-            self._ending.lose(self, reason)
-            return None
-        if not failure:
-            return self.ttl / 3
-        self._endanger(failure)
-        again = self.remaining if now() >= self._renewed_until else self.ttl / _HASTE
-        return min(again, self.remaining) or 0.001
+    def _end_renewal(self) -> None:
+        self._renewal.end()
 
-    def _ask_to_renew(self) -> tuple[str, str]:
-        """Return why the lease is lost, or why that is unknown."""
-        sent = now()
-        patience = min(self.ttl / 3, _MOST_PATIENCE)
-        try:
-            held = self._store.extend(self._resource, self.holder, ttl=self.ttl, patience=patience)
-        except (StoreUnavailable, ImproperlyConfigured) as error:
-            return "", str(error)
-        if not held:
-            return "it ran out, or another holder has it", ""
-        self._ends, self._endangered = sent + self.ttl, False
-        return "", ""
-
-    def _endanger(self, reason: str) -> None:
-        if not self._endangered:
-            self._endangered = True
-            remaining = self.remaining
-            line = {"token": self.token, "remaining": remaining, "reason": reason}
-            lease_endangered.announce(
-                self._resource, line, lease=self, remaining=remaining, reason=reason
-            )
+    def _last(self, ttl: float, since: float) -> None:
+        """Note that the store has let the lease end so many seconds after `since`."""
+        self.ttl, self._ends = ttl, since + ttl
 
     @property
     def _is_left_behind(self) -> bool:

@@ -1,111 +1,98 @@
-"""Keeps leases alive: one daemon thread per process renews each that asks for it."""
+"""How one lease is renewed, until it is released, lost, or has been renewed for long enough."""
 
-import heapq
-import itertools
-import os
-import threading
-from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from typing import Protocol
-from weakref import ref
+from typing import TYPE_CHECKING
 
-from django.db import connections
+from django.core.exceptions import ImproperlyConfigured
 
+from django_fencing.endings import Ending
+from django_fencing.exceptions import StoreUnavailable
+from django_fencing.grants import Holder
+from django_fencing.renewer import renewer
+from django_fencing.resources import Resource
+from django_fencing.signals import lease_endangered
+from django_fencing.stores.base import Store
 from django_fencing.timing import now
 
-# Seconds for which the thread stays when there is nothing to renew.
-_LINGER = 0.1
+if TYPE_CHECKING:
+    from django_fencing.leases import Lease
+
+# A renewal is due after a third of the ttl; one that has failed is repeated after a tenth. It waits
+# for its answer for a second at most, because the other leases wait meanwhile.
+_HASTE = 10
+_MOST_PATIENCE = 1.0
 
 
-class Renewable(Protocol):
-    """What is renewed. It is not kept from the garbage collector."""
+class Renewal:
+    """
+    The renewal of one lease `until` a time; 0 if it is not renewed.
+
+    An error leaves open whether the lease is held, until it has run out. Nothing is asked of the
+    database.
+    """
+
+    def __init__(
+        self, store: Store, resource: Resource, holder: Holder, ending: Ending, until: float
+    ) -> None:
+        self._store = store
+        self._resource = resource
+        self._holder = holder
+        self._ending = ending
+        self._until = until
+        self._endangered = False  # whether that was announced since the last renewal
 
     @property
-    def _is_renewed(self) -> bool:
-        """Whether it may have to be renewed again."""
+    def is_on(self) -> bool:
+        """Whether the lease is renewed, or watched until it ends."""
+        return bool(self._until)
 
-    def _renew(self) -> float | None:
-        """Renew, and return in how many seconds to do so again, None if never."""
+    def end(self) -> None:
+        """Renew it no more."""
+        if self._until:
+            self._until = 0.0
+            renewer.look()
 
-
-# When, which of those of the same moment, and what.
-_Due = tuple[float, int, "ref[Renewable]"]
-
-
-class Renewer:
-    """The thread, which begins with the first lease to renew and ends after the last one."""
-
-    def __init__(self) -> None:
-        # SimpleQueue.put() is safe in a finalizer, which may run inside of any function.
-        self._inbox: SimpleQueue[_Due | None] = SimpleQueue()
-        self._numbers = itertools.count()
-        self._running = False
-        self._starting = threading.Lock()
-
-    def add(self, lease: Renewable, after: float) -> None:
-        """Renew `lease` in so many seconds for the first time."""
-        item = (now() + after, next(self._numbers), ref(lease, self._gone()))
-        with self._starting:
-            self._inbox.put(item)
-            if not self._running:
-                thread = threading.Thread(target=self._run, name="fencing-renewal", daemon=True)
-                self._running = True
-                thread.start()
-
-    def look(self) -> None:
-        """Let the thread see which leases have ended."""
-        self._inbox.put(None)
-
-    def _gone(self) -> Callable[[object], None]:
-        inbox = self._inbox
-        return lambda _: inbox.put(None)
-
-    def _run(self) -> None:
-        due: list[_Due] = []
-        while True:
-            rest = max(0.0, due[0][0] - now()) if due else _LINGER
-            try:
-                item = self._inbox.get(timeout=rest)
-            except Empty:
-                if not due and self._ends():
-                    return
-                while due and due[0][0] <= now():
-                    _, number, reference = heapq.heappop(due)
-                    if (after := self._renew(reference)) is not None:
-                        heapq.heappush(due, (now() + after, number, reference))
-                continue
-            if item is None:
-                due = [one for one in due if _goes_on(one[2])]
-                heapq.heapify(due)
-            else:
-                heapq.heappush(due, item)
-
-    def _renew(self, reference: "ref[Renewable]") -> float | None:
-        lease = reference()
+    def renew(self, lease: "Lease") -> float | None:
+        """Extend the lease, and return in how many seconds to do so again, None if never."""
+        if not self._ending.asking.acquire(blocking=False):
+            return lease.ttl / _HASTE  # it is being released or extended
         try:
-            return None if lease is None else lease._renew()
+            if not self._until:
+                return None
+            lost, doubt = self._ask(lease)
         finally:
-            for connection in connections.all(initialized_only=True):  # of signals' receivers
-                connection.close()
+            self._ending.asking.release()
+        if lost:
+            self._ending.lose(lease, lost)
+            return None
+        if not doubt:
+            return lease.ttl / 3
+        self._endanger(lease, doubt)
+        rest = max(lease.remaining, 0.001)
+        return rest if now() >= self._until else min(rest, lease.ttl / _HASTE)
 
-    def _ends(self) -> bool:
-        with self._starting:
-            self._running = not self._inbox.empty()
-            return not self._running
+    def _ask(self, lease: "Lease") -> tuple[str, str]:
+        """Return why the lease is lost, or why that is in doubt."""
+        if lease.remaining == 0:
+            return "it ran out before it could be renewed", ""
+        if now() >= self._until:
+            return "", "it was renewed for as long as it may be"
+        sent, ttl = now(), lease.ttl
+        patience = min(ttl / 3, _MOST_PATIENCE)
+        try:
+            held = self._store.extend(self._resource, self._holder, ttl=ttl, patience=patience)
+        except (StoreUnavailable, ImproperlyConfigured) as error:
+            return "", str(error)
+        if not held:
+            return "it ran out, or another holder has it", ""
+        lease._last(ttl, sent)
+        self._endangered = False
+        return "", ""
 
-
-def _goes_on(reference: "ref[Renewable]") -> bool:
-    lease = reference()
-    return lease is not None and lease._is_renewed
-
-
-renewer = Renewer()
-
-
-def _renew_nothing() -> None:
-    """A child process has its parent's leases in memory, and not its thread."""
-    global renewer
-    renewer = Renewer()
-
-
-os.register_at_fork(after_in_child=_renew_nothing)
+    def _endanger(self, lease: "Lease", reason: str) -> None:
+        if not self._endangered:
+            self._endangered = True
+            remaining = lease.remaining
+            line = {"token": lease.token, "remaining": remaining, "reason": reason}
+            lease_endangered.announce(
+                self._resource, line, lease=lease, remaining=remaining, reason=reason
+            )

@@ -152,7 +152,7 @@ def test_true_is_the_limit_of_the_settings(name: str) -> None:
     """And no lock may ask for more."""
     with override_settings(FENCING={"MAX_RENEWAL": 50}):
         lease = renewed(name)
-        assert 49 < lease._renewed_until - now() <= 50
+        assert 49 < lease._renewal._until - now() <= 50
         lease.release()
         with pytest.raises(ValueError, match="renew must be at least 0.001 and at most 50"):
             renewed(name, renew=51)
