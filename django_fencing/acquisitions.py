@@ -28,7 +28,7 @@ _SLOW = 0.5
 _UNKNOWN_REMAINING = 1.0
 
 # How a granted lease gets into the database, in which it may wait for as long as is left.
-Settle = Callable[[Lease, float], object]
+Settle = Callable[[Lease, Waiting], object]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,10 +67,10 @@ class Acquisition:
         """Hold the lease with its fenced transaction open, which has registered it."""
         with self.undone(), ExitStack() as fenced:
 
-            def settle(lease: Lease, rest: float) -> None:
-                self._announce(lease, rest)  # outside of the transaction
+            def settle(lease: Lease, waiting: Waiting) -> None:
+                self._announce(lease, waiting)  # outside of the transaction
                 try:
-                    lease._open(fenced, rest)
+                    lease._open(fenced, waiting.rest)
                 except StaleToken as error:
                     lease._refused(error)
                     raise
@@ -115,9 +115,9 @@ class Acquisition:
         # A flow that holds the resource would wait for itself.
         waiting = Waiting(0 if self._by_its_holder else self.wait, self.cancelled)
         try:
-            for rest in waiting.attempts(self.store, self.resource, self.holder):
+            for _ in waiting.attempts(self.store, self.resource, self.holder):
                 try:
-                    lease = self._attempt(settle, waiting, rest)
+                    lease = self._attempt(settle, waiting)
                 except LockHeld as error:
                     failure = error
                 except StoreUnavailable as error:
@@ -132,7 +132,7 @@ class Acquisition:
                 self.abandon(waiting.patience)
             raise
 
-    def _attempt(self, settle: Settle, waiting: Waiting, rest: float) -> Lease:
+    def _attempt(self, settle: Settle, waiting: Waiting) -> Lease:
         """Propose, then settle. Raise LockHeld or StoreUnavailable, which may be tried again."""
         sent = now()
         answer = self.store.acquire(
@@ -151,7 +151,7 @@ class Acquisition:
         introduce(self.store)
         lease = self.lease = self._lease(answer, sent)
         try:
-            settle(lease, rest)
+            settle(lease, waiting)
         except StaleToken:  # of what the caller has seen, not of this lease
             raise
         except (NotRegistered, LeaseLost) as error:
@@ -174,11 +174,11 @@ class Acquisition:
             on_lost=self.on_lost,
         )
 
-    def _register(self, lease: Lease, rest: float) -> None:
-        lease._register(rest)
-        self._announce(lease, rest)
+    def _register(self, lease: Lease, waiting: Waiting) -> None:
+        lease._register(waiting.rest, waiting.patience)
+        self._announce(lease, waiting)
 
-    def _announce(self, lease: Lease, rest: float) -> None:
+    def _announce(self, lease: Lease, waiting: Waiting) -> None:
         """Tell that the lease is acquired. Registering may be left to its first atomic()."""
         line = {"token": lease.token, "ttl": self.ttl, "holder": self.holder.id, "by": self.holder}
         lease_acquired.announce(self.resource, line, lease=lease)

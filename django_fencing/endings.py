@@ -39,7 +39,8 @@ class Ending:
         self._holder = holder
         self._on_lost = on_lost
         self._flow = flow.current_flow()
-        self.asking = threading.Lock()  # one answer of the store at a time
+        # One answer of the store at a time. A signal handler may ask inside of another call.
+        self.asking = threading.RLock()
 
     @property
     def is_foreign(self) -> bool:

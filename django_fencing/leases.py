@@ -254,10 +254,10 @@ class Lease:
         """Whether nobody has given it back, or tried to."""
         return self._ending.is_open
 
-    def _register(self, wait: float = 0) -> None:
+    def _register(self, wait: float = 0, patience: float | None = None) -> None:
         """Register and confirm before a body begins. Raise NotRegistered."""
         self._registrar.register(self._patience(wait))
-        if not self._store.confirm(self._resource, self.holder):
+        if not self._store.confirm(self._resource, self.holder, patience=patience):
             raise NotRegistered("its lease ran out meanwhile")
 
     @property

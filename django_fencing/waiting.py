@@ -15,8 +15,9 @@ from django_fencing.timing import now
 _SLICE = 1.0
 
 # Where a waiter cannot block, the pause between two attempts grows from the first to the second,
-# with jitter.
+# with jitter, and stays below the 100 ms for which the lock is kept for those whose turn is near.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25
+_PAUSE_OF_THE_FIRST, _FIRST = 0.06, 2
 
 # How long the first in line waits for the lease to have run out.
 _MARGIN = 0.002
@@ -41,15 +42,15 @@ class Waiting:
         self._pause = _SHORTEST_PAUSE
         self._refusal: Refusal | None = None  # the newest answer, None if there was none
 
-    def attempts(self, store: Store, resource: Resource, holder: Holder) -> Iterator[float]:
+    def attempts(self, store: Store, resource: Resource, holder: Holder) -> Iterator[None]:
         """
-        Yield the seconds that are left at each attempt: the last one comes at the deadline.
+        Yield at each attempt: the last one comes at the deadline.
 
         Raise CancelledError as soon as the waiting is cancelled.
         """
         while True:
             self._refusal = None
-            yield self.rest
+            yield
             if (rest := self.rest) <= 0:
                 return
             self._block(rest, store, resource, holder)
@@ -84,8 +85,10 @@ class Waiting:
             last = length == rest
             if store.wait(resource, holder, length, punctual=last, cancelled=self._cancelled):
                 return
+        near = self._refusal is not None and (self._refusal.place or 0) < _FIRST
+        pause = min(self._pause, _PAUSE_OF_THE_FIRST) if near else self._pause
         # What is left of a slice in which the connection was lost is not slept away.
-        self._sleep(min(self.rest, random.uniform(self._pause / 2, self._pause)))  # noqa: S311
+        self._sleep(min(self.rest, random.uniform(pause / 2, pause)))  # noqa: S311 - jitter
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _sleep(self, seconds: float) -> None:

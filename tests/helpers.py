@@ -74,6 +74,16 @@ def counted_calls() -> Iterator[list[str]]:
 
 
 @contextmanager
+def holding(resource: ResourceLike, **options: Any) -> Iterator[Lease]:
+    """Hold a lock by acquire() during the block, so that this flow does not enter it again."""
+    lease = fenced_lock(resource, **options).acquire()
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+@contextmanager
 def held_elsewhere(resource: ResourceLike, **options: Any) -> Iterator[Lease]:
     """Let another thread hold the lock of a resource during the block."""
     (lease,) = in_threads(fenced_lock(resource, **options).acquire)

@@ -29,6 +29,7 @@ from tests.helpers import (
     commit,
     committing,
     expire,
+    holding,
     in_threads,
     keys_of,
     started,
@@ -341,7 +342,7 @@ def test_a_registration_inside_the_transaction_is_not_tried_again(resource, clie
 @pytest.mark.parametrize("register", [True, False])
 def test_a_holder_inside_its_transaction_refuses_others_in_time(resource, client, register, way):
     """They give their lease back, and nothing of them is registered."""
-    with fenced_lock(resource, register=register) as older, started(keep_row, older) as a:
+    with holding(resource, register=register) as older, started(keep_row, older) as a:
         a.reach_pause()
         expire(client, resource)
         began = monotonic()
@@ -390,7 +391,7 @@ def test_the_lock_timeout_is_as_before(resource, client, value):
         with fenced_atomic(resource):
             seen.append(setting("lock_timeout"))
         seen.append(setting("lock_timeout"))
-        with fenced_lock(resource) as lease, started(keep_row, lease) as a:
+        with holding(resource) as lease, started(keep_row, lease) as a:
             a.reach_pause()
             expire(client, resource)
             for way in ("fenced_lock", "fenced_atomic"):

@@ -40,6 +40,9 @@ from tests.shop.models import Job
 pytestmark = committing("default")
 
 
+SESSIONS = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+
+
 def renewing() -> list[threading.Thread]:
     """Return the threads that renew."""
     return [thread for thread in threading.enumerate() if thread.name == "fencing-renewal"]
@@ -297,12 +300,12 @@ def test_the_database_is_not_asked_in_the_thread(name: str) -> None:
     signals.lease_lost.connect(ask)
     try:
         with connection.cursor() as cursor:
-            cursor.execute("SELECT count(*) FROM pg_stat_activity")
+            cursor.execute(SESSIONS)
             (before,) = cursor.fetchone()
             lease = renewed(name, ttl=0.1, renew=0.1)
             wait_until(lambda: seen)
             wait_until(lambda: not renewing())
-            cursor.execute("SELECT count(*) FROM pg_stat_activity")
+            cursor.execute(SESSIONS)
             (after,) = cursor.fetchone()
     finally:
         signals.lease_lost.disconnect(ask)

@@ -26,7 +26,15 @@ from django_fencing.exceptions import (
 from django_fencing.leases import Lease
 from django_fencing.locks import fenced_lock
 from django_fencing.signals import lock_contended
-from tests.helpers import SECONDS, acquired, cache_at, committing, keys_of, taken_over
+from tests.helpers import (
+    SECONDS,
+    acquired,
+    cache_at,
+    committing,
+    held_elsewhere,
+    keys_of,
+    taken_over,
+)
 from tests.shop.models import Job
 
 pytestmark = committing("default")
@@ -143,7 +151,7 @@ def test_a_task_is_retried_while_the_store_is_away(app: Celery, organization: st
 
 def test_a_task_whose_lock_stays_held_gives_up(app: Celery, organization: str) -> None:
     """With the error itself, after as many tries as it may have."""
-    with fenced_lock(f"charges:{organization}"), refusals() as refused:
+    with held_elsewhere(f"charges:{organization}"), refusals() as refused:
         result = task_of(app, max_retries=2).apply([organization])
 
     with pytest.raises(LockHeld) as caught:

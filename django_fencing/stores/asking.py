@@ -33,9 +33,10 @@ _NEEDS_COMMAND = (
     is inspect.Parameter.empty
 )
 
-# Seconds. How long our own connections take at most to connect, and for one read of a reply.
+# Seconds. How long our own connections take at most to connect, and for each step of a handshake:
+# what is waited for afterwards has a time of its own.
 _CONNECTING = 0.5
-_READING = 1.0
+_READING = 0.4
 
 # Seconds for which a client's pool may have no connection left before that is an error.
 _BUSY = 1.0

@@ -76,7 +76,7 @@ class Store(ABC):
         """Give the holder's own lease a token well above `above`, which the fence has reached."""
 
     @abstractmethod
-    def confirm(self, resource: Resource, holder: Holder) -> bool:
+    def confirm(self, resource: Resource, holder: Holder, *, patience: float | None = None) -> bool:
         """Say whether the lease is still the holder's."""
 
     @abstractmethod

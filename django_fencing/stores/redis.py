@@ -117,9 +117,11 @@ class RedisStore(Store):
         )
         return Refusal() if status == "lost" else self._granted(status, rest, resource)
 
-    def confirm(self, resource: Resource, holder: Holder) -> bool:
+    def confirm(self, resource: Resource, holder: Holder, *, patience: float | None = None) -> bool:
         keys = resource.keys
-        (status,) = self._run("confirm", resource, [keys.lease, keys.done], [holder.id.hex])
+        (status,) = self._run(
+            "confirm", resource, [keys.lease, keys.done], [holder.id.hex], patience
+        )
         return status == "mine"
 
     def extend(

@@ -26,9 +26,12 @@ local done = redis.call('ZSCORE', KEYS[2], holder)
 -- Returns the place in the line, -1 if it does not wait.
 local function stand_in_line()
   if waits == 0 or done then
-    if came > 0 then leave_queue(KEYS[5], KEYS[6], holder) end
+    if came > 0 then forget_waiter(KEYS[5], KEYS[6], KEYS[7], holder) end
     return -1
   end
+  -- The reply to an earlier attempt may be lost, and that attempt may even come later.
+  local before = tonumber(redis.call('ZSCORE', KEYS[5], holder) or nil)
+  if before and (came == 0 or before < came) then came = before end
   if came == 0 then came = time[1] * 1000000 + time[2] end
   -- Alive for half as long again as it waits before it asks again, and half a second.
   redis.call('ZADD', KEYS[5], string.format('%.0f', came), holder)
@@ -66,8 +69,11 @@ if present ~= false and reserved_for(KEYS[1]) ~= holder then
   return refuse()
 elseif done then
   return {'done'}
-elseif present == false then
+end
+local waited = present ~= false or came > 0
+if present == false then
   local first = first_waiter(KEYS[5], KEYS[6])
+  waited = waited or first == holder
   if first and first ~= holder then
     reserve(KEYS[1], KEYS[5], KEYS[6], KEYS[7], first)
     return refuse()
@@ -92,10 +98,7 @@ local lapsed = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now - 3600000, 'LIMI
 if #lapsed > 0 then redis.call('ZREM', KEYS[3], unpack(lapsed)) end
 
 if present ~= false then redis.call('DEL', KEYS[1]) end
-if came > 0 then
-  leave_queue(KEYS[5], KEYS[6], holder)
-  redis.call('DEL', KEYS[7] .. holder)
-end
+if waited then forget_waiter(KEYS[5], KEYS[6], KEYS[7], holder) end
 redis.call('HSET', KEYS[1], 'layout', ARGV[10], 'holder', holder, 'token', text,
   'host', ARGV[11], 'pid', ARGV[12], 'function', ARGV[13], 'model', ARGV[14], 'pk', ARGV[15],
   'ttl', ARGV[2], 'acquired_at', string.format('%.0f', now))

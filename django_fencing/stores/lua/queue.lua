@@ -13,6 +13,12 @@ local function leave_queue(queue, beats, waiter)
   redis.call('ZREM', beats, waiter)
 end
 
+-- Leave nothing of a waiter that waits no more.
+local function forget_waiter(queue, beats, lists, waiter)
+  leave_queue(queue, beats, waiter)
+  redis.call('DEL', lists .. waiter)
+end
+
 -- Return the first waiter that is alive, false if nobody waits.
 local function first_waiter(queue, beats)
   local first = redis.call('ZRANGE', queue, 0, 0)[1]

@@ -1,13 +1,14 @@
--- End the holder's own lease, or its waiting, and remember that the holder is done. If somebody
--- waits, keep the lock for the first one, and wake it.
+-- End the holder's own lease, or its waiting, and remember that the holder is done. If the lock is
+-- free then and somebody waits, keep it for the first one, and wake that one.
 --
 -- KEYS  1 lease  2 done  3 held  4 queue  5 beats  6 lists of waiters
 -- ARGV  1 holder  2 member of held  3 idle ttl ms  4 '1' if the holder will ask again
 -- returns  'freed' if this or an earlier run has ended the lease, else 'lost'
 forget_done(KEYS[2])
-local mine = holder_of(KEYS[1]) == ARGV[1]
-local free = mine or reserved_for(KEYS[1]) == ARGV[1]
-if free then redis.call('DEL', KEYS[1]) end
+local present = holder_of(KEYS[1])
+local mine = present == ARGV[1]
+local free = mine or present == false or reserved_for(KEYS[1]) == ARGV[1]
+if free and present ~= false then redis.call('DEL', KEYS[1]) end
 
 local freed = mine
 if ARGV[4] ~= '1' then
@@ -20,10 +21,7 @@ if ARGV[4] ~= '1' then
   redis.call('PEXPIRE', KEYS[2], life)
 end
 if mine then redis.call('ZREM', KEYS[3], ARGV[2]) end
-if not mine then
-  leave_queue(KEYS[4], KEYS[5], ARGV[1])
-  redis.call('DEL', KEYS[6] .. ARGV[1])
-end
+if not mine then forget_waiter(KEYS[4], KEYS[5], KEYS[6], ARGV[1]) end
 if free then
   local first = first_waiter(KEYS[4], KEYS[5])
   if first then reserve(KEYS[1], KEYS[4], KEYS[5], KEYS[6], first) end
