@@ -1066,3 +1066,157 @@ def test_a_cache_that_is_closed_meanwhile_interrupts_nobody(
 
     assert now() - released < SLICE / 2
     assert [lease.holder.id.hex for lease in leases] == ids
+
+
+# Replies that are lost, and turns that are missed
+
+
+@contextmanager
+def lost_first_reply(client: Any, name: str, proxy: Proxy, wait: float = 20) -> Iterator[Any]:
+    """The first attempt's reply is lost; the second attempt is held until gate.set()."""
+    acquire, gate = RedisStore.acquire, threading.Event()
+    asks: list[Any] = []
+    threads: list[threading.Thread] = []
+
+    def gated(self: Any, *args: Any, **options: Any) -> Any:
+        if threading.current_thread() not in threads:
+            return acquire(self, *args, **options)
+        if asks:
+            assert gate.wait(20)
+        asks.append(options["came"])
+        try:
+            return acquire(self, *args, **options)
+        finally:
+            asks.append("ended")
+
+    def work(pause: Any) -> Any:
+        threads.append(threading.current_thread())
+        return hold(pause, name, wait)
+
+    proxy.plan.append(Fault.REPLY_LOST)
+    with mock.patch.object(RedisStore, "acquire", gated), started(work) as body:
+        stand_in_line(client, name, 1)
+        yield body, gate, asks
+
+
+def test_place_is_kept_after_a_lost_reply(name: str, proxy: Proxy, private_redis: Any) -> None:
+    """A place in line outlives the reply that would have told of it."""
+    acquired(name)
+    with lost_first_reply(private_redis, name, proxy, 1) as (_first, gate, asks):
+        with started(hold, name, 1):
+            stand_in_line(private_redis, name, 2)
+            ids = line_of(private_redis, name)
+            gate.set()
+            wait_until(lambda: asks.count("ended") == 2)
+            assert line_of(private_redis, name) == ids
+
+
+def test_place_is_kept_when_the_first_call_arrives_late(
+    name: str, proxy: Proxy, private_redis: Any
+) -> None:
+    """Whichever of two attempts of one waiter arrives first, the earlier time counts."""
+    acquired(name)
+    proxy.plan.append(Fault.HELD_BACK)
+    with started(hold, name, 3):
+        stand_in_line(private_redis, name, 1)
+        with started(hold, name, 1):
+            stand_in_line(private_redis, name, 2)
+            ids = line_of(private_redis, name)
+            proxy.deliver()
+            assert line_of(private_redis, name) == ids
+
+
+def test_holder_is_not_in_line_and_is_never_next_after_itself(
+    name: str, proxy: Proxy, private_redis: Any
+) -> None:
+    """A lease that was granted after a lost reply leaves no place in the line behind."""
+    acquired(name, ttl=0.5)
+    with lost_first_reply(private_redis, name, proxy) as (first, gate, _asks):
+        wait_until(lambda: not private_redis.exists(keys_of(name).lease))
+        gate.set()
+        first.reach_pause()
+        in_line = line_of(private_redis, name)
+        first.finish()
+    assert in_line == []
+    assert_nothing_left(private_redis, name)
+
+
+def test_no_wake_list_is_left_after_a_lost_reply(
+    name: str, proxy: Proxy, private_redis: Any
+) -> None:
+    """Nor a list on which its holder would be woken."""
+    holder = acquired(name)
+    with lost_first_reply(private_redis, name, proxy) as (first, gate, _asks):
+        holder.release()
+        gate.set()
+        first.finish()
+    assert_nothing_left(private_redis, name)
+
+
+def test_no_wake_list_is_left_by_a_refused_last_attempt(name: str, private_redis: Any) -> None:
+    """Nor does a last attempt that is refused, of one that had missed its turn."""
+    holder = acquired(name)
+    acquire, gate, last = RedisStore.acquire, threading.Event(), threading.Event()
+
+    def late(self: Any, *args: Any, **options: Any) -> Any:
+        if (
+            not options["waits"]
+            and not last.is_set()
+            and threading.current_thread() is not threading.main_thread()
+        ):
+            last.set()
+            assert gate.wait(20)
+        return acquire(self, *args, **options)
+
+    with mock.patch.object(RedisStore, "acquire", late), started(hold, name, 0.3) as first:
+        assert last.wait(20)
+        holder.release()
+        wait_until(lambda: not private_redis.exists(keys_of(name).lease))
+        other = acquired(name)
+        gate.set()
+        first.finish()
+        other.release()
+    assert_nothing_left(private_redis, name)
+
+
+@pytest.mark.parametrize("wait", [0.5, 2])
+@pytest.mark.parametrize("options", [{"db": 1}, {"username": "u", "password": "p"}])
+def test_handshakes_end_in_time(name: str, wait: float, options: Any) -> None:
+    """Nor do the steps by which a connection begins add up to more than the wait."""
+    with silent_address() as url, pools_at(url, {"x": options}) as pools:
+        [(end, seconds)] = in_threads(partial(pools.run, "x", partial(acquired, name, wait=wait)))
+    assert isinstance(end, StoreUnavailable)
+    assert seconds < wait + 0.9, seconds
+
+
+def test_a_late_one_that_gives_up_hands_a_free_lock_on(name: str, private_redis: Any) -> None:
+    """Whoever gives up while the lock is free wakes the next one, though it was not kept for it."""
+    holder = acquired(name)
+    with (
+        busy_waiter(private_redis, name, fail) as (first, free),
+        waiters(private_redis, name, 1) as [second],
+    ):
+        holder.release()
+        released = now()
+        wait_until(lambda: not private_redis.exists(keys_of(name).lease))
+        free.set()
+        first.finish()
+        second.reach_pause()
+        assert now() - released < SLICE / 2
+
+
+@pytest.mark.parametrize("connections", [1, 2])
+def test_polling_waiters_keep_their_order(
+    name: str, private_services: Services, private_redis: Any, connections: int
+) -> None:
+    """Those who cannot block ask often enough when their turn is near."""
+    with cache_at(
+        private_services.redis_url, CONNECTION_POOL_KWARGS={"max_connections": connections}
+    ):
+        holder = acquired(name)
+        with waiters(private_redis, name, 8) as bodies:
+            for body in bodies:
+                body.go_on()
+            holder.release()
+            tokens = [body.finish().token for body in bodies]
+    assert tokens == sorted(tokens)
