@@ -1102,13 +1102,15 @@ def lost_first_reply(client: Any, name: str, proxy: Proxy, wait: float = 20) -> 
 def test_place_is_kept_after_a_lost_reply(name: str, proxy: Proxy, private_redis: Any) -> None:
     """A place in line outlives the reply that would have told of it."""
     acquired(name)
-    with lost_first_reply(private_redis, name, proxy, 1) as (_first, gate, asks):
-        with started(hold, name, 1):
-            stand_in_line(private_redis, name, 2)
-            ids = line_of(private_redis, name)
-            gate.set()
-            wait_until(lambda: asks.count("ended") == 2)
-            assert line_of(private_redis, name) == ids
+    with (
+        lost_first_reply(private_redis, name, proxy, 1) as (_first, gate, asks),
+        started(hold, name, 1),
+    ):
+        stand_in_line(private_redis, name, 2)
+        ids = line_of(private_redis, name)
+        gate.set()
+        wait_until(lambda: asks.count("ended") == 2)
+        assert line_of(private_redis, name) == ids
 
 
 def test_place_is_kept_when_the_first_call_arrives_late(
