@@ -453,7 +453,7 @@ def test_a_retry_after_a_failover_does_not_move_the_fence_back(work, client):
     client.delete(work.lease, resolve(work.resource, work.alias).keys.token)
     fences: list[int] = []
 
-    def confirm(store: RedisStore, resource: Resource, holder: Holder) -> bool:
+    def confirm(store: RedisStore, resource: Resource, holder: Holder, **options: Any) -> bool:
         if not fences:
             fences.append(work.fence)
             client.hset(work.lease, "token", 1)
