@@ -69,8 +69,9 @@ class Acquisition:
 
             def settle(lease: Lease, waiting: Waiting) -> None:
                 self._announce(lease, waiting)  # outside of the transaction
+                fenced.enter_context(lease._entered())  # until its hooks have run
                 try:
-                    lease._open(fenced, waiting.rest)
+                    lease._open(fenced, waiting.rest_for_the_row)
                 except StaleToken as error:
                     lease._refused(error)
                     raise
@@ -79,8 +80,7 @@ class Acquisition:
                     raise
 
             lease = self._acquire(settle)
-            with lease._entered():
-                yield lease
+            yield lease
         lease._leave(None)
 
     @contextmanager
@@ -157,7 +157,7 @@ class Acquisition:
         except (NotRegistered, LeaseLost) as error:
             # A grant that is lost before the body begins is a refusal.
             self._doubtful, self.lease = True, None
-            self.store.release(self.resource, self.holder, again=True)
+            self.store.release(self.resource, self.holder, again=True, patience=waiting.patience)
             raise self._refused(f"could not be registered: {error}", Refusal()) from error
         return lease
 
@@ -175,7 +175,7 @@ class Acquisition:
         )
 
     def _register(self, lease: Lease, waiting: Waiting) -> None:
-        lease._register(waiting.rest, waiting.patience)
+        lease._register(waiting.rest_for_the_row, waiting.patience)
         self._announce(lease, waiting)
 
     def _announce(self, lease: Lease, waiting: Waiting) -> None:

@@ -91,6 +91,7 @@ class Ending:
                 raise
             self.tell_not_given_back(lease, failure)
         finally:
+            lease._end_renewal()
             flow.let_go(lease, self._flow)
 
     def end_kept(self, lease: "Lease") -> None:
@@ -120,6 +121,7 @@ class Ending:
         self, lease: "Lease", failure: Exception, error: BaseException | None = None
     ) -> None:
         """Announce that the lease will run out; `error` may have said so already."""
+        lease._end_renewal()
         level = logging.INFO if isinstance(error, StoreUnavailable) else None
         self._tell(lease, f"it was not given back and will run out: {failure}", level)
 

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
@@ -53,9 +53,12 @@ def hold(lease: "Lease") -> None:
 
 
 def let_go(lease: "Lease", flow: Flow) -> None:
-    """Forget that `flow` holds `lease`."""
-    with suppress(ValueError):  # let go already
-        _held.get(flow, []).remove(ref(lease))
+    """Forget that `flow` holds `lease`, or that it has entered it once more."""
+    leases = _held.get(flow, [])
+    for number in reversed(range(len(leases))):
+        if leases[number]() is lease:
+            del leases[number]
+            return
 
 
 def held() -> "list[Lease]":

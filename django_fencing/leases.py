@@ -139,7 +139,7 @@ class Lease:
         """
         alias = self._resource.alias
         if flow.fenced_by(alias) is self:
-            with transaction.atomic(using=alias):
+            with _unchanged_by_failure(self._registrar.row), transaction.atomic(using=alias):
                 yield self._registrar.row
             return
         flow.refuse_transaction(
@@ -167,7 +167,10 @@ class Lease:
         in which an overtaken holder acts; only an idempotency key on the other side closes it.
         """
         self._refuse_ended()
-        if not self._store.confirm(self._resource, self.holder):
+        with self._ending.asking:
+            held = self._store.confirm(self._resource, self.holder)
+        if not held:
+            self._refuse_ended()  # by another thread, meanwhile
             raise self._lose("it ran out, or another holder has it")
 
     def extend(self, ttl: Duration | None = None) -> None:
@@ -187,7 +190,10 @@ class Lease:
                 raise
             if extended:
                 self._last(length, sent)
+        if extended and self._renewal.is_on:
+            renewer.look()  # it may be due earlier now
         if not extended:
+            self._refuse_ended()
             raise self._lose("it ran out, or another holder has it")
         lease_extended.announce(self._resource, {"token": self.token, "ttl": length}, lease=self)
 
@@ -231,7 +237,12 @@ class Lease:
     def _keep_alive(self) -> None:
         """Renew the lease from now on, if it was asked for."""
         if self._renewal.is_on:
-            renewer.add(self, self.ttl / 3)
+            renewer.add(self, max(0.0, self.ttl / 3 - self._age))
+
+    @property
+    def _renewed_within(self) -> float:
+        """Seconds after which it is due at the latest, whatever was planned."""
+        return self.ttl / 3
 
     @property
     def _is_renewed(self) -> bool:
@@ -310,3 +321,16 @@ class Lease:
             resource=self.resource,
             token=self.token,
         )
+
+
+@contextmanager
+def _unchanged_by_failure(row: FencedResource | None) -> Iterator[None]:
+    """Put the attributes of `row` back as they were, where what has changed them is rolled back."""
+    before = dict(vars(row)) if row is not None else {}
+    try:
+        yield
+    except BaseException:
+        if row is not None:
+            vars(row).clear()
+            vars(row).update(before)
+        raise

@@ -152,7 +152,7 @@ class FencedLock:
     def __enter__(self) -> Lease:
         acquisition = self.enter()
         if isinstance(acquisition, Reentry):
-            lease = acquisition.acquire()
+            lease = acquisition.enter()
             self._entered.append((flow.current_flow(), acquisition))
             return lease
         try:
@@ -161,8 +161,8 @@ class FencedLock:
             self._entered.append((flow.current_flow(), lease))
             return lease
         except BaseException as error:
-            here = [entry for entry in self._entered if entry[1] is acquisition.lease]
-            self._entered[:] = [entry for entry in self._entered if entry not in here]
+            for entry in [entry for entry in self._entered if entry[1] is acquisition.lease]:
+                self._entered.remove(entry)  # others may add theirs meanwhile
             acquisition.undo(error)
             raise
 
@@ -173,15 +173,18 @@ class FencedLock:
         traceback: TracebackType | None,
     ) -> None:
         left = self._leaving()
-        if isinstance(left, Lease):
+        if isinstance(left, Reentry):
+            left.leave()
+        else:
             left._leave(error)
 
     def _leaving(self) -> Lease | Reentry:
         """Take what the block that is left has entered: the newest of this flow, or the only."""
-        here = [entry for entry in self._entered if entry[0] is flow.current_flow()]
-        if not here and len(self._entered) > 1:
+        entered = list(self._entered)
+        here = [entry for entry in entered if entry[0] is flow.current_flow()]
+        if not here and len(entered) > 1:
             raise RuntimeError("A shared lock is left by a flow that has not entered it.")
-        entry = (here or self._entered)[-1]
+        entry = (here or entered)[-1]
         self._entered.remove(entry)
         return entry[1]
 

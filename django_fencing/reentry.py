@@ -20,22 +20,31 @@ class Reentry:
     lease: Lease
     register: bool
 
-    def acquire(self) -> Lease:
-        """Return the lease, registered if the inner lock says so."""
+    def enter(self) -> Lease:
+        """Return the lease, registered if the inner lock says so: the current one from now on."""
         if self.register:
             self.lease._register_anew()
+        flow.hold(self.lease)
         return self.lease
+
+    def leave(self) -> None:
+        """Let the one be the current lease that was so before."""
+        flow.let_go(self.lease, flow.current_flow())
 
     @contextmanager
     def leased(self) -> Iterator[Lease]:
         """Hold the lease."""
-        yield self.acquire()
+        lease = self.enter()
+        try:
+            yield lease
+        finally:
+            self.leave()
 
     @contextmanager
     def opened(self) -> Iterator[Lease]:
         """Hold the lease with its fenced transaction open, as a savepoint where it is already."""
-        with self.lease.atomic():
-            yield self.lease
+        with self.leased() as lease, lease.atomic():
+            yield lease
 
     def undone(self) -> AbstractContextManager[None]:
         """Undo nothing: that is left to the block that has acquired the lease."""

@@ -1,13 +1,10 @@
 """How one lease is renewed, until it is released, lost, or has been renewed for long enough."""
 
-from typing import TYPE_CHECKING
-
-from django.core.exceptions import ImproperlyConfigured
+from typing import TYPE_CHECKING, Any
 
 from django_fencing.endings import Ending
-from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import Holder
-from django_fencing.renewer import renewer
+from django_fencing.renewer import aside, renewer
 from django_fencing.resources import Resource
 from django_fencing.signals import lease_endangered
 from django_fencing.stores.base import Store
@@ -62,7 +59,8 @@ class Renewal:
         finally:
             self._ending.asking.release()
         if lost:
-            self._ending.lose(lease, lost)
+            self.end()
+            aside(lambda: self._ending.lose(lease, lost))
             return None
         if not doubt:
             return lease.ttl / 3
@@ -72,16 +70,17 @@ class Renewal:
 
     def _ask(self, lease: "Lease") -> tuple[str, str]:
         """Return why the lease is lost, or why that is in doubt."""
+        if now() >= self._until:
+            limit = "it was renewed for as long as it may be"
+            return ("", limit) if lease.remaining else (f"it ran out: {limit}", "")
         if lease.remaining == 0:
             return "it ran out before it could be renewed", ""
-        if now() >= self._until:
-            return "", "it was renewed for as long as it may be"
         sent, ttl = now(), lease.ttl
         patience = min(ttl / 3, _MOST_PATIENCE)
         try:
             held = self._store.extend(self._resource, self._holder, ttl=ttl, patience=patience)
-        except (StoreUnavailable, ImproperlyConfigured) as error:
-            return "", str(error)
+        except Exception as error:  # noqa: BLE001 - of the store, or of what the settings name
+            return "", str(error) or repr(error)
         if not held:
             return "it ran out, or another holder has it", ""
         lease._last(ttl, sent)
@@ -93,6 +92,5 @@ class Renewal:
             self._endangered = True
             remaining = lease.remaining
             line = {"token": lease.token, "remaining": remaining, "reason": reason}
-            lease_endangered.announce(
-                self._resource, line, lease=lease, remaining=remaining, reason=reason
-            )
+            known: dict[str, Any] = {"lease": lease, "remaining": remaining, "reason": reason}
+            aside(lambda: lease_endangered.announce(self._resource, line, **known))

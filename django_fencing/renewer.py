@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -16,6 +17,11 @@ from django_fencing.timing import now
 # Seconds for which the thread stays when there is nothing to renew.
 _LINGER = 0.1
 
+# Seconds after which it goes on with a lease in which something unforeseen has happened.
+_RECOVERY = 0.5
+
+logger = logging.getLogger("django_fencing")
+
 
 class Renewable(Protocol):
     """What is renewed. It is not kept from the garbage collector."""
@@ -23,6 +29,10 @@ class Renewable(Protocol):
     @property
     def _is_renewed(self) -> bool:
         """Whether it may have to be renewed again."""
+
+    @property
+    def _renewed_within(self) -> float:
+        """Seconds from now after which it has to be renewed at the latest."""
 
     def _renew(self) -> float | None:
         """Renew, and return in how many seconds to do so again, None if never."""
@@ -40,25 +50,21 @@ class Renewer:
         self._inbox: SimpleQueue[_Due | None] = SimpleQueue()
         self._numbers = itertools.count()
         self._running = False
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()
 
     def add(self, lease: Renewable, after: float) -> None:
         """Renew `lease` in so many seconds for the first time."""
-        item = (now() + after, next(self._numbers), ref(lease, self._gone()))
+        inbox = self._inbox
+        reference = ref(lease, lambda _: inbox.put(None))
         with self._starting:
-            self._inbox.put(item)
+            inbox.put((now() + after, next(self._numbers), reference))
             if not self._running:
-                thread = threading.Thread(target=self._run, name="fencing-renewal", daemon=True)
+                threading.Thread(target=self._run, name="fencing-renewal", daemon=True).start()
                 self._running = True
-                thread.start()
 
     def look(self) -> None:
-        """Let the thread see which leases have ended."""
+        """Let the thread see which leases have ended, and which are due earlier."""
         self._inbox.put(None)
-
-    def _gone(self) -> Callable[[object], None]:
-        inbox = self._inbox
-        return lambda _: inbox.put(None)
 
     def _run(self) -> None:
         due: list[_Due] = []
@@ -71,22 +77,14 @@ class Renewer:
                     return
                 while due and due[0][0] <= now():
                     _, number, reference = heapq.heappop(due)
-                    if (after := self._renew(reference)) is not None:
+                    if (after := _renewed(reference)) is not None:
                         heapq.heappush(due, (now() + after, number, reference))
                 continue
             if item is None:
-                due = [one for one in due if _goes_on(one[2])]
+                due = [_sooner(one) for one in due if _goes_on(one[2])]
                 heapq.heapify(due)
             else:
                 heapq.heappush(due, item)
-
-    def _renew(self, reference: "ref[Renewable]") -> float | None:
-        lease = reference()
-        try:
-            return None if lease is None else lease._renew()
-        finally:
-            for connection in connections.all(initialized_only=True):  # of signals' receivers
-                connection.close()
 
     def _ends(self) -> bool:
         with self._starting:
@@ -94,9 +92,37 @@ class Renewer:
             return not self._running
 
 
+def aside(tell: Callable[[], object]) -> None:
+    """Call `tell` in a thread of its own: a receiver that takes its time holds up no renewal."""
+    threading.Thread(target=_told, args=(tell,), name="fencing-announcement", daemon=True).start()
+
+
+def _told(tell: Callable[[], object]) -> None:
+    try:
+        tell()
+    finally:
+        for connection in connections.all(initialized_only=True):
+            connection.close()
+
+
+def _renewed(reference: "ref[Renewable]") -> float | None:
+    lease = reference()
+    try:
+        return None if lease is None else lease._renew()
+    except BaseException:
+        logger.exception("renewal_failed")
+        return _RECOVERY
+
+
 def _goes_on(reference: "ref[Renewable]") -> bool:
     lease = reference()
     return lease is not None and lease._is_renewed
+
+
+def _sooner(one: _Due) -> _Due:
+    when, number, reference = one
+    lease = reference()
+    return one if lease is None else (min(when, now() + lease._renewed_within), number, reference)
 
 
 renewer = Renewer()

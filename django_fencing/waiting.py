@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from django_fencing.grants import Holder, Refusal
 from django_fencing.resources import Resource
-from django_fencing.stores.base import Store
+from django_fencing.stores.base import LATENESS, Store
 from django_fencing.timing import now
 
 # The longest that a waiter blocks before it asks again: so much a lost wake-up costs.
@@ -39,7 +39,7 @@ class Waiting:
         self._seconds = seconds
         self._deadline = now() + seconds
         self._cancelled = cancelled
-        self._pause = _SHORTEST_PAUSE
+        self._longest = _SHORTEST_PAUSE  # of the pauses
         self._refusal: Refusal | None = None  # the newest answer, None if there was none
 
     def attempts(self, store: Store, resource: Resource, holder: Holder) -> Iterator[None]:
@@ -66,6 +66,11 @@ class Waiting:
         return max(0.0, self._deadline - now())
 
     @property
+    def rest_for_the_row(self) -> float:
+        """For how long the database may wait; nobody can wake it when the waiting is cancelled."""
+        return self.rest if self._cancelled is None else 0.0
+
+    @property
     def slice(self) -> float:
         """For how long the next block may last; 0 at the last attempt."""
         return min(_SLICE, self.rest)
@@ -78,18 +83,27 @@ class Waiting:
         return min(max(_LEAST_PATIENCE, self.rest), _MOST_PATIENCE)
 
     def _block(self, rest: float, store: Store, resource: Resource, holder: Holder) -> None:
+        """Wait until it is worth while to ask again, at most for a slice."""
+        if self._refusal is None:
+            self._pause(rest, near=False)
+            return
         length = min(_SLICE, rest)
-        if self._refusal is not None:
-            if self._refusal.place == 0 and self._refusal.remaining is not None:
-                length = min(length, self._refusal.remaining + _MARGIN)
-            last = length == rest
-            if store.wait(resource, holder, length, punctual=last, cancelled=self._cancelled):
-                return
-        near = self._refusal is not None and (self._refusal.place or 0) < _FIRST
-        pause = min(self._pause, _PAUSE_OF_THE_FIRST) if near else self._pause
-        # What is left of a slice in which the connection was lost is not slept away.
-        self._sleep(min(self.rest, random.uniform(pause / 2, pause)))  # noqa: S311 - jitter
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        if self._refusal.place == 0 and self._refusal.remaining is not None:
+            length = min(length, self._refusal.remaining + _MARGIN)
+        # The block of the last slice may end late, and the attempt at the deadline may not.
+        is_last = length == rest
+        block = max(0.0, rest - LATENESS) if is_last else length
+        woken = store.wait(resource, holder, block, cancelled=self._cancelled) if block else False
+        if woken is None:
+            self._pause(rest, near=(self._refusal.place or 0) < _FIRST)
+        elif is_last and not woken:
+            self._sleep(self.rest)
+
+    def _pause(self, rest: float, *, near: bool) -> None:
+        """Sleep where it cannot block; who is `near` its turn for less long."""
+        longest = min(self._longest, _PAUSE_OF_THE_FIRST) if near else self._longest
+        self._sleep(min(rest, random.uniform(longest / 2, longest)))  # noqa: S311 - jitter
+        self._longest = min(2 * self._longest, _LONGEST_PAUSE)
 
     def _sleep(self, seconds: float) -> None:
         if self._cancelled is None:

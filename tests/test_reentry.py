@@ -99,11 +99,14 @@ def test_a_row_is_the_same_resource_however_it_is_written(job: Job) -> None:
 
 
 def test_another_resource_is_another_lock(name: str, job: Job) -> None:
-    """Also one in between."""
-    with fenced_lock(name) as outer, fenced_lock(job) as other, fenced_lock(name) as inner:
-        assert outer is inner
-        assert other is not outer
-        assert current_lease() is other
+    """Also one in between. The current one is that of the innermost block."""
+    with fenced_lock(name) as outer, fenced_lock(job) as other:
+        for enter in (fenced_lock, fenced_atomic):
+            with enter(name):
+                assert current_lease() is outer
+            assert by_function(name) is outer
+            assert current_lease() is other
+    assert outer is not other
 
 
 def test_an_inner_transaction_is_a_savepoint_of_the_outer_one(name: str) -> None:

@@ -311,7 +311,7 @@ def test_the_database_is_not_asked_in_the_thread(name: str) -> None:
         signals.lease_lost.disconnect(ask)
 
     assert lease.lost
-    assert seen == [("fencing-renewal", 0)]
+    assert seen == [("fencing-announcement", 0)]
     assert after == before
 
 

@@ -286,7 +286,7 @@ def test_a_task_of_django_that_finds_its_lock_held_has_failed(
     django_tasks: Any, organization: str
 ) -> None:
     """Its result says with which error."""
-    with fenced_lock(f"charges:{organization}"):
+    with held_elsewhere(f"charges:{organization}"):
         for function in (charge_later, charge_asynchronously):
             result = django_tasks.task(function).enqueue(organization)
 

@@ -62,12 +62,12 @@ class _Pool(redis.ConnectionPool):
 
 # By the pool of the settings. A child process makes its own.
 _pools: "weakref.WeakKeyDictionary[Any, _Pool]" = weakref.WeakKeyDictionary()
-_making = threading.Lock()
+_making = threading.RLock()
 
 
 def _forget() -> None:
     global _making
-    _making = threading.Lock()
+    _making = threading.RLock()
     _pools.clear()
 
 
@@ -144,10 +144,7 @@ def _ask(given: Any, *command: Any) -> Any:
         except FAILURES:
             raise
         except BaseException:
-            if pool := getattr(given, "connection_pool", None):
-                pool.disconnect(inuse_connections=False)
-            else:
-                given.disconnect_connection_pools()  # of a cluster
+            _disconnect_idle(given)
             raise
 
 
@@ -155,18 +152,21 @@ def _ask_until(
     deadline: float, pool: _Pool, *command: Any, cancelled: threading.Event | None = None
 ) -> Any:
     connection = _free_connection(pool, deadline)
+    is_answered = False
     try:
         connection.send_command(*command)
         while not connection.can_read(timeout=_rest(deadline, cancelled)):
             pass
-        return connection.read_response(disable_decoding=True)
+        reply = connection.read_response(disable_decoding=True)
+        is_answered = True
     except redis.ResponseError:
-        raise
-    except BaseException:  # its reply is still to come
-        connection.disconnect()
+        is_answered = True
         raise
     finally:
+        if not is_answered:  # its reply is still to come, and is nobody else's
+            connection.disconnect()
         pool.release(connection)
+    return reply
 
 
 def _rest(deadline: float, cancelled: threading.Event | None) -> float:
@@ -194,6 +194,16 @@ def _is_busy(error: redis.ConnectionError, deadline: float) -> bool:
         return False
     time.sleep(0.005)
     return True
+
+
+def _disconnect_idle(given: Any) -> None:
+    pool = getattr(given, "connection_pool", None)
+    if pool is None:
+        given.disconnect_connection_pools()  # of a cluster
+    elif "inuse_connections" in inspect.signature(pool.disconnect).parameters:
+        pool.disconnect(inuse_connections=False)
+    else:  # a BlockingConnectionPool of redis-py 5.2
+        pool.disconnect()
 
 
 def _is_plain(given: Any) -> bool:
@@ -225,4 +235,5 @@ def _addresses(option: str) -> bool:
         "username",
         "password",
         "credential_provider",
+        "redis_connect_func",
     )

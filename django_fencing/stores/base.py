@@ -18,6 +18,10 @@ from django_fencing.names import Keys
 from django_fencing.resources import Resource
 from django_fencing.signals import key_values, logger
 
+# Seconds by which Store.wait() may be late: Redis looks ten times a second (`hz`) whether a client
+# has been blocked for long enough.
+LATENESS = 0.12
+
 # Of which process and which settings the log has said what its store is.
 _introduced: set[tuple[object, ...]] = set()
 
@@ -58,18 +62,15 @@ class Store(ABC):
         resource: Resource,
         holder: Holder,
         seconds: float,
-        *,
-        punctual: bool,
         cancelled: threading.Event | None = None,
-    ) -> bool:
+    ) -> bool | None:
         """
-        Wait until it may be the holder's turn, at most for so many seconds.
+        Wait until it is the holder's turn, for so many seconds and LATENESS at most; say if it is.
 
-        Who need not be `punctual` may wait a little longer, where that is cheaper. Return False at
-        once where one has to ask again and again instead. Raise CancelledError as soon as
-        `cancelled` is set.
+        Return None at once where one has to ask again and again instead. Raise CancelledError as
+        soon as `cancelled` is set.
         """
-        return False
+        return None
 
     @abstractmethod
     def reissue(self, resource: Resource, holder: Holder, *, above: int) -> Grant | Refusal:

@@ -16,7 +16,7 @@ from django_fencing.grants import JUMP, TOKEN_LIMIT, Grant, Holder, Refusal
 from django_fencing.resources import Resource
 from django_fencing.stores import clients
 from django_fencing.stores.asking import asking, blocking, impatient
-from django_fencing.stores.base import Store
+from django_fencing.stores.base import LATENESS, Store
 from django_fencing.stores.inspection import RedisInspector
 
 # Of the hash that is a lease. A lease with another layout counts as held by unknown.
@@ -24,10 +24,6 @@ _LAYOUT = "1"
 
 # What is put between lease.lua and these scripts.
 _SHARED = {"acquire": ("counter", "queue"), "reissue": ("counter",), "release": ("queue",)}
-
-# Seconds by which a server may end the blocking of a client late: it looks ten times a second
-# (`hz`), and the connection is lost if one does not wait for that.
-_LATENESS = 0.2
 
 # Bytes kept of each text that describes the holder: Redis keeps a hash compact as long as no
 # value is longer (hash-max-listpack-value), and the lease stays below 512 bytes.
@@ -94,18 +90,19 @@ class RedisStore(Store):
         resource: Resource,
         holder: Holder,
         seconds: float,
-        *,
-        punctual: bool,
         cancelled: threading.Event | None = None,
-    ) -> bool:
+    ) -> bool | None:
         key = resource.keys.wakes + holder.id.hex
         try:
-            with blocking(seconds + (0 if punctual else _LATENESS), cancelled) as ask:
-                if ask is not None:
-                    ask("BLPOP", key, f"{max(seconds, 0.001):.3f}")  # 0 is for ever
-                return ask is not None
-        except clients.FAILURES:
+            with blocking(seconds + LATENESS, cancelled) as ask:
+                if ask is None:
+                    return None
+                woken = ask("BLPOP", key, f"{max(seconds, 0.001):.3f}")  # 0 is for ever
+                return woken is not None
+        except redis.TimeoutError:
             return False
+        except clients.FAILURES:
+            return None
 
     def reissue(self, resource: Resource, holder: Holder, *, above: int) -> Grant | Refusal:
         keys = resource.keys

@@ -33,11 +33,13 @@ local function stand_in_line()
   local before = tonumber(redis.call('ZSCORE', KEYS[5], holder) or nil)
   if before and (came == 0 or before < came) then came = before end
   if came == 0 then came = time[1] * 1000000 + time[2] end
-  -- Alive for half as long again as it waits before it asks again, and half a second.
-  redis.call('ZADD', KEYS[5], string.format('%.0f', came), holder)
-  redis.call('ZADD', KEYS[6], now + waits * 1.5 + 500, holder)
-  redis.call('PEXPIRE', KEYS[5], forgotten)
-  redis.call('PEXPIRE', KEYS[6], forgotten)
+  -- Alive for half as long again as it waits before it asks again, and half a second. Where an ACL
+  -- forbids PEXPIRE, nothing is left without expiry.
+  for key, score in pairs({[KEYS[5]] = string.format('%.0f', came), [KEYS[6]] = now + waits * 1.5 + 500}) do
+    redis.call('PEXPIRE', key, forgotten)
+    redis.call('ZADD', key, score, holder)
+    redis.call('PEXPIRE', key, forgotten)
+  end
   return redis.call('ZRANK', KEYS[5], holder)
 end
 
@@ -74,7 +76,9 @@ local waited = present ~= false or came > 0
 if present == false then
   local first = first_waiter(KEYS[5], KEYS[6])
   waited = waited or first == holder
-  if first and first ~= holder then
+  -- One that has missed its turn comes before those who came later.
+  local later = first and came > 0 and came < tonumber(redis.call('ZSCORE', KEYS[5], first))
+  if first and first ~= holder and not later then
     reserve(KEYS[1], KEYS[5], KEYS[6], KEYS[7], first)
     return refuse()
   end

@@ -34,6 +34,7 @@ end
 -- Keep the free lock for the waiter `first`, and wake it. It is out of the line then: one that
 -- does not come costs the others no more than the reservation.
 local function reserve(lease, queue, beats, lists, first)
+  redis.call('PEXPIRE', lease, reservation) -- where an ACL forbids it, nothing is reserved for ever
   leave_queue(queue, beats, first)
   redis.call('HSET', lease, 'reserved', first)
   redis.call('PEXPIRE', lease, reservation)

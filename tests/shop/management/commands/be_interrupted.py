@@ -4,10 +4,11 @@ import json
 import random
 import signal
 import threading
+import time
 import uuid
 import warnings
 from collections import Counter as Tally
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import StringIO
 from typing import Any
 
@@ -20,6 +21,10 @@ from django_fencing.locks import fenced_atomic
 from tests.helpers import SECONDS, acquired, keys_of
 
 MAIN = threading.main_thread()
+
+# One thread for all signals: where one ends, a finalizer runs in the main thread, and an exception
+# that a signal raises in there is lost.
+SENDER = ThreadPoolExecutor(1)
 
 
 class Command(BaseCommand):
@@ -69,10 +74,15 @@ def interrupted(number: signal.Signals, name: str) -> str:
     """Run a command, and return how it ends."""
     # An acquisition takes about two milliseconds.
     delay = random.choice([random.uniform(0, 0.003), random.uniform(0, 0.02)])
-    timer = threading.Timer(delay, signal.pthread_kill, [MAIN.ident, number])
+    sent: list[Future[None]] = []
+
+    def send() -> None:
+        time.sleep(delay)
+        assert MAIN.ident
+        signal.pthread_kill(MAIN.ident, number)
 
     def begin(*args: Any, **options: Any) -> str:
-        timer.start()
+        sent.append(SENDER.submit(send))
         return name
 
     class Interrupted(BaseCommand):
@@ -93,5 +103,6 @@ def interrupted(number: signal.Signals, name: str) -> str:
     except BaseException as error:  # noqa: BLE001 - it is told
         return repr(error)
     finally:
-        timer.join()
+        for one in sent:
+            one.result()
     return "nothing"
