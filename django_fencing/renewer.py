@@ -100,6 +100,8 @@ def aside(tell: Callable[[], object]) -> None:
 def _told(tell: Callable[[], object]) -> None:
     try:
         tell()
+    except BaseException:
+        logger.exception("announcement_failed")
     finally:
         for connection in connections.all(initialized_only=True):
             connection.close()

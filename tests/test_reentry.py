@@ -121,6 +121,39 @@ def test_an_inner_transaction_is_a_savepoint_of_the_outer_one(name: str) -> None
     assert list(notes) == [f"{name}:outer"]
 
 
+def test_a_row_is_as_it_was_where_an_inner_transaction_has_failed(job: Job) -> None:
+    """What that has changed is not saved by the outer one."""
+    with fenced_atomic(job) as row:
+        row.note = "outer"
+        with suppress(KeyError), fenced_atomic(job) as inner:
+            assert inner is row
+            inner.amount = 99
+            inner.save()
+            raise KeyError
+        assert (row.amount, row.note) == (10, "outer")
+        row.save()
+
+    job.refresh_from_db()
+    assert (job.amount, job.note) == (10, "outer")
+
+
+def test_what_runs_after_the_commit_may_enter_again(job: Job) -> None:
+    """The lease is held until then."""
+    tokens = []
+
+    def hook() -> None:
+        with fenced_atomic(job) as row:
+            row.note = "hook"
+            row.save()
+            tokens.append(row.last_fence_token)
+
+    with fenced_atomic(job):
+        transaction.on_commit(hook)
+
+    job.refresh_from_db()
+    assert (job.note, tokens) == ("hook", [1])
+
+
 def test_a_failure_of_the_inner_block_ends_nothing(name: str, client: Any) -> None:
     """The outer block may go on, and its own failure releases."""
     with suppress(ZeroDivisionError), fenced_lock(name) as lease:

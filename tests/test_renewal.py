@@ -13,12 +13,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 from django.test import override_settings
 
 from django_fencing import flow, signals
 from django_fencing.decorators import with_fenced_lock
-from django_fencing.exceptions import LeaseLost, LockHeld, StaleToken
+from django_fencing.exceptions import LeaseLost, LockHeld, StaleToken, StoreUnavailable
 from django_fencing.leases import Lease, current_lease
 from django_fencing.locks import fenced_atomic, fenced_lock
 from django_fencing.stores.redis import RedisStore
@@ -29,6 +29,7 @@ from tests.helpers import (
     cache_at,
     committing,
     expire,
+    in_background,
     in_threads,
     keys_of,
     taken_over,
@@ -339,6 +340,165 @@ def test_a_renewal_does_not_cross_a_release(name: str) -> None:
         time.sleep(0.4)  # in which it would be renewed
 
     assert [event for event, _ in events] == ["lease_released"]
+
+
+def test_a_lease_that_cannot_be_given_back_is_renewed_no_more(name: str, client: Any) -> None:
+    """The log says that it will run out, and so it does."""
+    unavailable = StoreUnavailable("away", resource=name)
+    with (
+        mock.patch.object(RedisStore, "release", side_effect=unavailable),
+        fenced_lock(name, ttl=0.6, renew=True, register=False) as lease,
+    ):
+        pass
+
+    wait_until(lambda: not client.exists(keys_of(name).lease))
+    assert not lease._is_renewed
+
+
+def leave_the_program(*args: Any, **values: Any) -> None:
+    sys.exit(3)
+
+
+@pytest.mark.parametrize("where", ["on_lost", "a receiver"])
+def test_what_is_raised_in_an_announcement_ends_no_renewal(
+    name: str, client: Any, where: str
+) -> None:
+    """Not even SystemExit."""
+    if where == "a receiver":
+        signals.lease_lost.connect(leave_the_program)
+    try:
+        on_lost = leave_the_program if where == "on_lost" else None
+        lost = renewed(f"{name}:lost", ttl=0.3, on_lost=on_lost)
+        other = renewed(name)
+        expire(client, lost.resource)
+        wait_until(lambda: lost.lost)
+        assert_goes_on(client, name)
+        assert other.release()
+    finally:
+        signals.lease_lost.disconnect(leave_the_program)
+
+
+def assert_goes_on(client: Any, name: str, seconds: float = 1.5) -> None:
+    """Check that the lease is held for so long."""
+    end = now() + seconds
+    while now() < end:
+        assert client.pttl(keys_of(name).lease) > 0
+        time.sleep(0.01)
+
+
+def test_an_error_of_what_the_settings_name_ends_no_renewal(name: str, client: Any) -> None:
+    """It is as good as an outage."""
+    failures = [RuntimeError("no client today")]
+
+    def factory() -> Any:
+        if threading.current_thread().name == "fencing-renewal" and failures:
+            raise failures.pop()
+        return client
+
+    with override_settings(FENCING={"CLIENT_FACTORY": factory}):
+        lease = renewed(name)
+        assert_goes_on(client, name)
+        assert lease.release()
+    assert not failures
+
+
+def test_a_thread_that_could_not_start_may_start_the_next_time(name: str, client: Any) -> None:
+    """The acquisition fails, and leaves nothing."""
+    start = threading.Thread.start
+    with (
+        mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more threads")),
+        pytest.raises(RuntimeError, match="no more"),
+    ):
+        renewed(name)
+    assert threading.Thread.start is start
+    assert not client.exists(keys_of(name).lease)
+
+    lease = renewed(name)
+    assert_goes_on(client, name)
+    assert lease.release()
+
+
+def test_a_lease_whose_registration_took_long_is_renewed_in_time(job: Job) -> None:
+    """A third of the ttl counts from the grant."""
+    locked, go_on = threading.Event(), threading.Event()
+
+    def lock_row() -> None:
+        with transaction.atomic():
+            Job.objects.select_for_update().get(pk=job.pk)
+            locked.set()
+            go_on.wait(0.7)
+
+    with in_background(lock_row):
+        assert locked.wait(SECONDS)
+        with fenced_lock(job, ttl=0.9, renew=True) as lease:
+            end = now() + 1
+            while now() < end:
+                assert not lease.lost
+                time.sleep(0.01)
+
+
+def test_what_the_holder_shortens_is_renewed_in_time(name: str, client: Any) -> None:
+    """Though it was planned for later."""
+    lease = renewed(name, ttl=30)
+    lease.extend(0.5)
+
+    assert_goes_on(client, name)
+    assert lease.release()
+
+
+def test_a_callable_that_takes_its_time_holds_up_no_renewal(name: str, client: Any) -> None:
+    """It is called in a thread of its own."""
+    go_on, called = threading.Event(), threading.Event()
+
+    def wait(lease: Lease) -> None:
+        called.set()
+        assert go_on.wait(SECONDS)
+
+    lost = renewed(f"{name}:lost", ttl=0.3, on_lost=wait)
+    other = renewed(name)
+    expire(client, lost.resource)
+    assert called.wait(SECONDS)
+    assert_goes_on(client, name)
+    go_on.set()
+    assert other.release()
+
+
+HANDLER = """
+import os, signal, time
+os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+import django; django.setup()
+from unittest import mock
+from django_fencing.locks import fenced_lock
+from django_fencing.stores.redis import RedisStore
+
+lease = fenced_lock("{NAME}", ttl=5, register=False).acquire()
+extend = RedisStore.extend
+
+def slow(*args, **options):
+    signal.raise_signal(signal.SIGTERM)
+    return extend(*args, **options)
+
+signal.signal(signal.SIGTERM, lambda *args: print(lease.release(), flush=True))
+with mock.patch.object(RedisStore, "extend", slow):
+    try:
+        lease.extend()
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_signal_handler_may_release(name: str, client: Any) -> None:
+    """Also in the middle of another call of the same lease."""
+    ran = subprocess.run(
+        [sys.executable, "-c", HANDLER.replace("{NAME}", name)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+    assert (ran.stdout, ran.stderr) == ("True\nLeaseLost\n", "")
+    assert not client.exists(keys_of(name).lease)
 
 
 @pytest.mark.parametrize("fault", ["no scripts", "a pause", "both"])

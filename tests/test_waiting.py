@@ -32,7 +32,9 @@ from django_fencing.decorators import with_fenced_lock
 from django_fencing.exceptions import LockHeld, StoreUnavailable
 from django_fencing.leases import Lease
 from django_fencing.locks import fenced_lock
+from django_fencing.registrar import Registrar
 from django_fencing.resources import ResourceLike
+from django_fencing.stores import asking
 from django_fencing.stores.redis import RedisStore
 from django_fencing.timing import now
 from tests.helpers import (
@@ -1222,3 +1224,113 @@ def test_polling_waiters_keep_their_order(
             holder.release()
             tokens = [body.finish().token for body in bodies]
     assert tokens == sorted(tokens)
+
+
+def test_waiters_that_come_late_do_not_keep_the_lock_from_each_other(name: str) -> None:
+    """Each misses the moment for which the lock is kept for it, as over a slow line."""
+    acquire, holder = RedisStore.acquire, acquired(name)
+
+    def late(self: Any, *args: Any, **options: Any) -> Any:
+        time.sleep(RESERVATION + 0.03 if options["came"] else 0)
+        return acquire(self, *args, **options)
+
+    def wait() -> bool:
+        return acquired(name, wait=8).release()
+
+    with mock.patch.object(RedisStore, "acquire", late), ExitStack() as running:
+        waiting = [running.enter_context(in_background(wait)) for _ in range(3)]
+        wait_until(lambda: all(one.running() for one in waiting))
+        time.sleep(0.2)
+        began = now()
+        holder.release()
+        assert [one.result(SECONDS) for one in waiting] == [True] * 3
+
+    assert now() - began < 4
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_server_that_falls_silent_after_the_grant_ends_the_wait(
+    name: str, private_redis: Any
+) -> None:
+    """Confirming is bounded as well, where the pool has no timeout of its own."""
+    register = Registrar.register
+
+    def silent(self: Any, patience: float) -> None:
+        private_redis.client_pause(4000)
+        register(self, patience)
+
+    with mock.patch.object(Registrar, "register", silent):
+        began = now()
+        with pytest.raises(StoreUnavailable):
+            fenced_lock(name, wait=1).acquire()
+
+    assert now() - began < 2
+
+
+def test_a_task_that_is_cancelled_while_it_registers_ends_soon(name: str, job: Job) -> None:
+    """The database waits for the row for a second at most."""
+    locked, go_on = threading.Event(), threading.Event()
+
+    def lock_row() -> None:
+        with transaction.atomic():
+            Job.objects.select_for_update().get(pk=job.pk)
+            locked.set()
+            assert go_on.wait(SECONDS)
+
+    @with_fenced_lock((Job, job.pk), wait=10, ttl=12)
+    async def work() -> None:
+        pytest.fail("The body ran.")
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await work()
+
+    with in_background(lock_row):
+        assert locked.wait(SECONDS)
+        began = now()
+        asyncio.run(main())
+        took = now() - began
+        go_on.set()
+
+    assert took < 3
+
+
+def test_without_the_right_to_expire_nothing_stays(name: str, private_redis: Any) -> None:
+    """An ACL may forbid it: nothing is written then."""
+    holder = acquired(name)
+    private_redis.acl_setuser(
+        "default", enabled=True, nopass=True, commands=["+@all", "-pexpire"], keys=["*"]
+    )
+    try:
+        (refused,) = in_threads(lambda: acquired(name, wait=0.2))
+        assert isinstance(refused, StoreUnavailable)
+        with suppress(StoreUnavailable):
+            holder.release()
+        keys = private_redis.keys(f"*{keys_of(name).member}*")
+        assert all(private_redis.pttl(key) > 0 for key in keys)
+    finally:
+        private_redis.acl_setuser(
+            "default", enabled=True, nopass=True, commands=["+@all"], keys=["*"]
+        )
+
+
+def test_an_interrupt_while_a_connection_is_given_up_gives_it_to_nobody(
+    private_redis: Any,
+) -> None:
+    """Its reply is still to come, and would be taken for another command's."""
+    disconnect = redis.connection.UnixDomainSocketConnection.disconnect
+    private_redis.client_pause(300)
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    ask = asking.asking(0.1)
+    with (
+        mock.patch.object(redis.connection.UnixDomainSocketConnection, "disconnect", interrupted),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        ask("ECHO", "theirs")
+    assert redis.connection.UnixDomainSocketConnection.disconnect is disconnect
+
+    assert asking.asking(5)("ECHO", "mine") == b"mine"
