@@ -1245,7 +1245,7 @@ def test_waiters_that_come_late_do_not_keep_the_lock_from_each_other(name: str) 
         holder.release()
         assert [one.result(SECONDS) for one in waiting] == [True] * 3
 
-    assert now() - began < 4
+    assert now() - began < 1.5
 
 
 @pytest.mark.django_db(transaction=True)
@@ -1304,7 +1304,7 @@ def test_without_the_right_to_expire_nothing_stays(name: str, private_redis: Any
     )
     try:
         (refused,) = in_threads(lambda: acquired(name, wait=0.2))
-        assert isinstance(refused, StoreUnavailable)
+        assert isinstance(refused, StoreUnavailable | LockHeld)
         with suppress(StoreUnavailable):
             holder.release()
         keys = private_redis.keys(f"*{keys_of(name).member}*")
