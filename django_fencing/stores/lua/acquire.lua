@@ -17,8 +17,7 @@ local jump, limit, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]
 local waits, came = tonumber(ARGV[8]), tonumber(ARGV[9])
 
 local function hold()
-  redis.call('ZADD', KEYS[3], now + ttl, ARGV[7])
-  redis.call('PEXPIRE', KEYS[3], math.max(idle, ttl))
+  put(KEYS[3], now + ttl, ARGV[7], math.max(idle, ttl))
 end
 
 local done = redis.call('ZSCORE', KEYS[2], holder)
@@ -33,13 +32,9 @@ local function stand_in_line()
   local before = tonumber(redis.call('ZSCORE', KEYS[5], holder) or nil)
   if before and (came == 0 or before < came) then came = before end
   if came == 0 then came = time[1] * 1000000 + time[2] end
-  -- Alive for half as long again as it waits before it asks again, and half a second. Where an ACL
-  -- forbids PEXPIRE, nothing is left without expiry.
-  for key, score in pairs({[KEYS[5]] = string.format('%.0f', came), [KEYS[6]] = now + waits * 1.5 + 500}) do
-    redis.call('PEXPIRE', key, forgotten)
-    redis.call('ZADD', key, score, holder)
-    redis.call('PEXPIRE', key, forgotten)
-  end
+  put(KEYS[5], string.format('%.0f', came), holder, forgotten)
+  -- Alive for half as long again as it waits before it asks again, and half a second.
+  put(KEYS[6], now + waits * 1.5 + 500, holder, forgotten)
   return redis.call('ZRANK', KEYS[5], holder)
 end
 
@@ -94,10 +89,7 @@ else token = 1 end
 local text, exhausted = write_counter(KEYS[4], token, limit, idle)
 if exhausted then return {exhausted} end
 
--- On the missing key this does nothing, but where an ACL forbids it it is refused here, before
--- anything could be left without expiry.
-redis.call('PEXPIRE', KEYS[1], ttl)
-hold()
+hold() -- before the lease: an ACL that forbids PEXPIRE is found out here
 local lapsed = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now - 3600000, 'LIMIT', 0, 4)
 if #lapsed > 0 then redis.call('ZREM', KEYS[3], unpack(lapsed)) end
 

@@ -4,5 +4,5 @@
 -- ARGV  1 holder
 -- returns  'mine' or 'lost'
 forget_done(KEYS[2])
-if holder_of(KEYS[1]) == ARGV[1] then return 'mine' end
+if is_of(KEYS[1], ARGV[1]) then return 'mine' end
 return 'lost'

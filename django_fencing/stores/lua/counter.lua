@@ -2,10 +2,9 @@
 
 -- Returns the counter as a number, false if it is missing, or nil and what is wrong with it.
 local function read_counter(key)
-  local kind = redis.call('TYPE', key).ok
-  if kind == 'none' then return false end
-  local stored = kind == 'string' and redis.call('GET', key) or ''
-  if not string.match(stored, '^%d+$') or #stored > 16 then return nil, 'unreadable' end
+  local stored = read('GET', key)
+  if stored == false then return false end
+  if not stored or not string.match(stored, '^%d+$') or #stored > 16 then return nil, 'unreadable' end
   return tonumber(stored)
 end
 

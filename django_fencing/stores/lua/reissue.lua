@@ -4,7 +4,7 @@
 -- ARGV  1 holder  2 token of the fence  3 jump  4 token limit  5 idle ttl ms
 -- returns  {'granted', token}, {'lost'} if the lease is not the holder's any more,
 --          {'unreadable'} or {'exhausted'} as acquire.lua
-if holder_of(KEYS[1]) ~= ARGV[1] then
+if not is_of(KEYS[1], ARGV[1]) then
   forget_done(KEYS[2])
   return {'lost'}
 end

@@ -5,23 +5,23 @@
 -- ARGV  1 holder  2 member of held  3 idle ttl ms  4 '1' if the holder will ask again
 -- returns  'freed' if this or an earlier run has ended the lease, else 'lost'
 forget_done(KEYS[2])
-local present = holder_of(KEYS[1])
-local mine = present == ARGV[1]
-local free = mine or present == false or reserved_for(KEYS[1]) == ARGV[1]
-if free and present ~= false then redis.call('DEL', KEYS[1]) end
+local mine = is_of(KEYS[1], ARGV[1])
+local kept = not mine and reserved_for(KEYS[1]) == ARGV[1]
+local free = mine or kept or holder_of(KEYS[1]) == false
+if mine or kept then redis.call('DEL', KEYS[1]) end
 
 local freed = mine
 if ARGV[4] ~= '1' then
   -- The half millisecond says that the lease was freed, to a run whose reply was lost.
-  local score = redis.call('ZSCORE', KEYS[2], ARGV[1])
+  local score = not mine and redis.call('ZSCORE', KEYS[2], ARGV[1])
   freed = mine or (score and tonumber(score) % 1 > 0)
-  local life = math.min(60000, tonumber(ARGV[3]))
-  redis.call('PEXPIRE', KEYS[2], life) -- where an ACL forbids it, nothing is left without expiry
-  redis.call('ZADD', KEYS[2], now + (freed and 0.5 or 0), ARGV[1])
-  redis.call('PEXPIRE', KEYS[2], life)
+  put(KEYS[2], now + (freed and 0.5 or 0), ARGV[1], math.min(60000, tonumber(ARGV[3])))
 end
-if mine then redis.call('ZREM', KEYS[3], ARGV[2]) end
-if not mine then forget_waiter(KEYS[4], KEYS[5], KEYS[6], ARGV[1]) end
+if mine then
+  redis.call('ZREM', KEYS[3], ARGV[2])
+else
+  forget_waiter(KEYS[4], KEYS[5], KEYS[6], ARGV[1])
+end
 if free then
   local first = first_waiter(KEYS[4], KEYS[5])
   if first then reserve(KEYS[1], KEYS[4], KEYS[5], KEYS[6], first) end
