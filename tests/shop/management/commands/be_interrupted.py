@@ -1,5 +1,6 @@
 """manage.py be_interrupted: run a command again and again, and send it a signal each time."""
 
+import gc
 import json
 import random
 import signal
@@ -22,9 +23,9 @@ from tests.helpers import SECONDS, acquired, keys_of
 
 MAIN = threading.main_thread()
 
-# One thread for all signals: where one ends, a finalizer runs in the main thread, and an exception
-# that a signal raises in there is lost.
-SENDER = ThreadPoolExecutor(1)
+# One thread each for all rounds: where one ends, a finalizer runs in the main thread, and an
+# exception that a signal raises in there is lost.
+SENDER, HOLDER = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
 
 class Command(BaseCommand):
@@ -60,9 +61,8 @@ def working(number: signal.Signals, name: str) -> str:
 
 def waiting(number: signal.Signals, name: str) -> str:
     """Interrupt a command that waits for a lock, which another flow holds."""
-    with ThreadPoolExecutor(1) as pool:
-        lease = pool.submit(acquired, name).result()
-        end = interrupted(number, name)
+    lease = HOLDER.submit(acquired, name).result()
+    end = interrupted(number, name)
     with fenced_atomic(f"{name}:other"):
         lease.ensure_held()
     if not lease.release():
@@ -94,6 +94,8 @@ def interrupted(number: signal.Signals, name: str) -> str:
             for _ in range(100 * SECONDS):
                 threading.Event().wait(0.01)
 
+    gc.collect()
+    gc.disable()  # its finalizers are such, too
     try:
         call_command(Interrupted(), stderr=StringIO())
     except KeyboardInterrupt:
@@ -105,4 +107,5 @@ def interrupted(number: signal.Signals, name: str) -> str:
     finally:
         for one in sent:
             one.result()
+        gc.enable()
     return "nothing"
