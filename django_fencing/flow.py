@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -103,15 +103,18 @@ def in_transaction(alias: str) -> bool:
     return not all(block._from_testcase for block in blocks)
 
 
-def refuse_transaction(alias: str, action: str, resource: str, cure: str) -> None:
+def refuse_transaction(
+    alias: str, action: str, resource: str, cure: str | Callable[[str], str]
+) -> None:
     """
     Raise InsideTransaction if in_transaction(), or if the autocommit is off on `alias`.
 
-    `cure` says what to do.
+    `cure` says what to do, or returns it for the alias.
     """
     connection = connections[alias]
     if not in_transaction(alias) and (connection.atomic_blocks or _autocommits(connection)):
         return
+    cure = cure if isinstance(cure, str) else cure(alias)
     raise InsideTransaction(
         f"Cannot {action} {resource!r} while a transaction is open on database {alias!r}: {cure}",
         resource=resource,

@@ -54,7 +54,8 @@ def fenced_lock(
 
     With `renew` a thread extends the lease by its ttl again and again until it is released, for so
     many seconds at most, or with True for as long as FENCING["MAX_RENEWAL"] says. `on_lost` is
-    called once with the lease, in the thread that finds out that it is lost.
+    called once with the lease when it is found out to be lost: where that happens, or in a thread
+    of its own if the renewal finds it out.
 
     Entering raises LockHeld if the lock was not to be had within `wait`, StoreUnavailable if
     the store could not be asked until then, InsideTransaction in a transaction on the fence's
@@ -135,7 +136,7 @@ class FencedLock:
         wait = conf.wait
         if self.wait is not None:
             wait = seconds("wait", self.wait, most=conf.max_ttl, zero=True)
-        flow.refuse_transaction(resource.alias, "lock", resource.name, _cure(resource.alias))
+        flow.refuse_transaction(resource.alias, "lock", resource.name, _cure)
         return Acquisition(
             store=get_store(),
             resource=resource,
