@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from weakref import ref
 
 from django.db import connections
 
+from django_fencing.signals import logger
 from django_fencing.timing import now
 
 # Seconds for which the thread stays when there is nothing to renew.
@@ -19,8 +19,6 @@ _LINGER = 0.1
 
 # Seconds after which it goes on with a lease in which something unforeseen has happened.
 _RECOVERY = 0.5
-
-logger = logging.getLogger("django_fencing")
 
 
 class Renewable(Protocol):
@@ -94,13 +92,17 @@ class Renewer:
 
 def aside(tell: Callable[[], object]) -> None:
     """Call `tell` in a thread of its own: a receiver that takes its time holds up no renewal."""
-    threading.Thread(target=_told, args=(tell,), name="fencing-announcement", daemon=True).start()
+    name = "fencing-announcement"
+    try:
+        threading.Thread(target=_told, args=(tell,), name=name, daemon=True).start()
+    except RuntimeError:  # there can be no more threads, or the interpreter ends
+        _told(tell)
 
 
 def _told(tell: Callable[[], object]) -> None:
     try:
         tell()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - nobody else hears of it
         logger.exception("announcement_failed")
     finally:
         for connection in connections.all(initialized_only=True):
@@ -111,7 +113,7 @@ def _renewed(reference: "ref[Renewable]") -> float | None:
     lease = reference()
     try:
         return None if lease is None else lease._renew()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the other leases are renewed on
         logger.exception("renewal_failed")
         return _RECOVERY
 

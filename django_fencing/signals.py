@@ -64,7 +64,8 @@ lock_contended = LeaseSignal("lock_contended", logging.INFO)
 lease_extended = LeaseSignal("lease_extended", logging.DEBUG)
 
 # lease, reason, remaining: seconds. A renewal has failed, or the last one was made, so the lease
-# will end unless a later one succeeds. Once until then. Sent in the thread that renews.
+# will end unless a later one succeeds. Once until then. Sent in a thread of its own, as is a
+# lease_lost that the renewal finds out.
 lease_endangered = LeaseSignal("lease_endangered", logging.WARNING)
 
 # lease: it was held until then, or until it ran out if lease.lost

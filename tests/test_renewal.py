@@ -81,6 +81,17 @@ def renewed(name: str, *, ttl: float = 0.6, renew: Any = True, **options: Any) -
     return fenced_lock(name, ttl=ttl, renew=renew, register=False, **options).acquire()
 
 
+def run_program(text: str, name: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of these lines, with the name of a resource in them."""
+    return subprocess.run(
+        [sys.executable, "-c", text.replace("{NAME}", name)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=3 * SECONDS,
+    )
+
+
 # Renewal
 
 
@@ -463,6 +474,26 @@ def test_a_callable_that_takes_its_time_holds_up_no_renewal(name: str, client: A
     assert other.release()
 
 
+def test_a_loss_is_told_where_no_thread_can_start(name: str, client: Any) -> None:
+    """By the one that renews, then."""
+    start, told = threading.Thread.start, []
+
+    def start_no_other(thread: threading.Thread) -> None:
+        if thread.name == "fencing-announcement":
+            raise RuntimeError("no more threads")
+        start(thread)
+
+    lease = renewed(
+        name, ttl=0.3, on_lost=lambda lease: told.append(threading.current_thread().name)
+    )
+    with mock.patch.object(threading.Thread, "start", start_no_other):
+        expire(client, name)
+        wait_until(lambda: told)
+
+    assert lease.lost
+    assert told == ["fencing-renewal"]
+
+
 HANDLER = """
 import os, signal, time
 os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
@@ -489,13 +520,7 @@ with mock.patch.object(RedisStore, "extend", slow):
 
 def test_a_signal_handler_may_release(name: str, client: Any) -> None:
     """Also in the middle of another call of the same lease."""
-    ran = subprocess.run(
-        [sys.executable, "-c", HANDLER.replace("{NAME}", name)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    ran = run_program(HANDLER, name)
 
     assert (ran.stdout, ran.stderr) == ("True\nLeaseLost\n", "")
     assert not client.exists(keys_of(name).lease)
@@ -584,13 +609,7 @@ import time; time.sleep(0.1)
 
 def test_a_program_may_end_while_it_renews(name: str, client: Any) -> None:
     """Without a word, and the lease runs out."""
-    ran = subprocess.run(
-        [sys.executable, "-c", EXIT.replace("{NAME}", name)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    ran = run_program(EXIT, name)
 
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
     wait_until(lambda: not client.exists(keys_of(name).lease))
@@ -738,13 +757,7 @@ print("done")
 
 def test_leases_are_renewed_and_waited_for_under_gevent(name: str) -> None:
     """Where threads are green: none of them blocks the others."""
-    ran = subprocess.run(
-        [sys.executable, "-c", GEVENT.replace("{NAME}", name)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ran = run_program(GEVENT, name)
 
     assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
 
