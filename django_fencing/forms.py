@@ -60,7 +60,9 @@ class Comparison:
         clean = formset.full_clean
 
         def full_clean() -> None:
-            refusal = "" if self._refusal else self._refusal_of(formset.prefix, _rows(formset))
+            refusal = (
+                "" if self._refusal else self._refusal_of(formset.prefix, formset.initial_forms)
+            )
             clean()
             if refusal:
                 formset._non_form_errors.append(ValidationError(refusal, code="refused"))
@@ -95,7 +97,7 @@ class _Made:
 
 def made_from(row: FencedResource, form: Any, formsets: Iterable[Any]) -> dict[str, str]:
     """Return what the form of `row` and the formsets of its inlines are to send back."""
-    contents = {_name(formset.prefix): _digests(_rows(formset)) for formset in formsets}
+    contents = {_name(formset.prefix): _digests(formset.initial_forms) for formset in formsets}
     return {_SEEN: str(row.last_fence_token), _name(""): _digests([form]), **contents}
 
 
@@ -144,11 +146,6 @@ def _moved() -> str:
 
 def _name(prefix: str) -> str:
     return f"{prefix}-{_CONTENT}" if prefix else _CONTENT
-
-
-def _rows(formset: Any) -> list[Any]:
-    """Return the forms of rows that were there."""
-    return list(formset.initial_forms)
 
 
 def _digests(forms: Iterable[Any]) -> str:
