@@ -56,7 +56,7 @@ class Conf:
     @property
     def ttl(self) -> float:
         """Length of a lease that does not say its own."""
-        return self._seconds("TTL", most=self.max_ttl)
+        return self._seconds("TTL", most="MAX_TTL")
 
     @property
     def max_ttl(self) -> float:
@@ -66,7 +66,7 @@ class Conf:
     @property
     def wait(self) -> float:
         """How long to wait for a lock that does not say its own; 0 is one attempt."""
-        return self._seconds("WAIT", most=self.max_ttl, zero=True)
+        return self._seconds("WAIT", most="MAX_TTL", zero=True)
 
     @property
     def max_renewal(self) -> float:
@@ -118,11 +118,14 @@ class Conf:
             raise ImproperlyConfigured(f"FENCING[{key!r}] must be a text, not {value!r}.")
         return value
 
-    def _seconds(self, key: str, *, most: float, zero: bool = False) -> float:
+    def _seconds(self, key: str, *, most: float | str, zero: bool = False) -> float:
+        """Return a duration of at most `most` seconds, or as long as the setting of that name."""
         value = self._read(key)
         found, length = self._lengths.get(key, (_NOTHING, 0.0))
         if found is value:
             return length
+        if isinstance(most, str):
+            most = float(getattr(self, most.lower()))
         try:
             length = seconds(f"FENCING[{key!r}]", value, most=most, zero=zero)
         except (TypeError, ValueError) as error:

@@ -3,6 +3,7 @@
 import hashlib
 import unicodedata
 from dataclasses import dataclass
+from functools import cached_property
 from urllib.parse import quote, unquote
 
 from django_fencing.exceptions import InvalidResource
@@ -62,7 +63,7 @@ def read_slug(slug: str, namespace: str = "") -> str | None:
     return unquote(shown) + ("…" if cut else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Keys:
     """The keys of one resource. They share the slot of one of 64 fixed tags of Redis Cluster."""
 
@@ -79,37 +80,37 @@ class Keys:
         """Return keys of no member for each tag: what belongs to the tag can be told by them."""
         return [cls(base=f"{prefix}:{{{tag}}}", member="") for tag in range(_TAGS)]
 
-    @property
+    @cached_property
     def lease(self) -> str:
         """The hash with the present lease; it has an expiry always."""
         return f"{self.base}:lease:{self.member}"
 
-    @property
+    @cached_property
     def token(self) -> str:
         """The counter that proposes tokens."""
         return f"{self.base}:token:{self.member}"
 
-    @property
+    @cached_property
     def held(self) -> str:
         """The sorted set of this tag's held resources, by the millisecond at which they lapse."""
         return f"{self.base}:held"
 
-    @property
+    @cached_property
     def queue(self) -> str:
         """The sorted set of those who wait for this resource, by the time at which they came."""
         return f"{self.base}:queue:{self.member}"
 
-    @property
+    @cached_property
     def beats(self) -> str:
         """The sorted set of those who wait, by the millisecond until which each is alive."""
         return f"{self.base}:beats:{self.member}"
 
-    @property
+    @cached_property
     def wakes(self) -> str:
         """First part of the lists of those who wait, each followed by the holder's id."""
         return f"{self.base}:wake:{self.member}:"
 
-    @property
+    @cached_property
     def done(self) -> str:
         """The sorted set of this tag's holders that released or gave up a moment ago."""
         return f"{self.base}:done"

@@ -1,5 +1,6 @@
 """What a caller may lock, resolved: a name, a saved row, or (Model, pk)."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -53,22 +54,28 @@ def resolve(given: ResourceLike, using: str | None = None) -> Resource:
 
 
 def _named(given: str, using: str | None) -> Resource:
+    database = conf.database
+    return _of_given_name(given, conf.namespace, conf.prefix, database, using or database)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_given_name(given: str, namespace: str, prefix: str, database: str, alias: str) -> Resource:
     name = checked(given)
     _refuse_row_name(name)
-    return _of_name(name, slug(name, conf.namespace), using or conf.database)
+    return _of_name(name, slug(name, namespace), prefix, database, alias)
 
 
 def of_fence(fence: Fence) -> Resource:
     """Return the resource of a name's fence in the database of the settings."""
     name = read_slug(fence.name, conf.namespace) or fence.name
-    return _of_name(name, fence.name, conf.database)
+    return _of_name(name, fence.name, conf.prefix, conf.database, conf.database)
 
 
-def _of_name(name: str, key: str, alias: str) -> Resource:
-    kind = "name" if alias == conf.database else f"name@{alias}"
+def _of_name(name: str, key: str, prefix: str, database: str, alias: str) -> Resource:
+    kind = "name" if alias == database else f"name@{alias}"
     return Resource(
         name=name,
-        keys=Keys.of(conf.prefix, f"{kind}:{key}"),
+        keys=Keys.of(prefix, f"{kind}:{key}"),
         alias=alias,
         model=Fence,
         pk=key,

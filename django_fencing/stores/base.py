@@ -1,5 +1,6 @@
 """What a store does for the protocol, and which store the settings name."""
 
+import functools
 import logging
 import os
 import threading
@@ -145,19 +146,26 @@ class Inspector(ABC):
 
 def get_store() -> Store:
     """Return the store that FENCING["STORE"] names."""
+    return _store_class(conf.store)()
+
+
+@functools.cache
+def _store_class(path: str) -> type[Store]:
     try:
-        kind = import_string(conf.store)
+        kind = import_string(path)
     except ImportError as error:
         raise ImproperlyConfigured(f"FENCING['STORE']: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, Store)):
         raise ImproperlyConfigured(f"FENCING['STORE'] must name a Store, not {kind!r}.")
-    return kind()
+    return kind
 
 
 def introduce(store: Store) -> None:
     """Log one line at the first use of this store in this process: which one it is."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
     key = (os.getpid(), type(store), conf.cache, conf.prefix)
-    if key not in _introduced and logger.isEnabledFor(logging.INFO):
+    if key not in _introduced:
         _introduced.add(key)
         kind = f"{type(store).__module__}.{type(store).__qualname__}"
         logger.info("%s", key_values("store_used", {"store": kind, **store.describe()}))
