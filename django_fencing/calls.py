@@ -37,6 +37,22 @@ class Call:
         """Return what stands for the result of a body that has not run."""
         return None
 
+    def payload(self) -> Any:
+        """Return what is compared where the work was done once before."""
+        return None
+
+    def kept(self, result: Any) -> Any:
+        """Return what is stored of work that is done once."""
+        return result
+
+    def fresh(self, result: Any, kept: Any) -> Any:
+        """Return the result of work that has just been done."""
+        return kept
+
+    def replayed(self, kept: Any, key: str) -> Any:
+        """Return the result of work that was done before."""
+        return kept
+
 
 class Entry(Call):
     """A call by which work comes in: it asks the store, whatever its flow holds."""
@@ -91,12 +107,21 @@ def label_of(function: Any) -> str:
     return f"{function.__module__}.{name}"
 
 
+def key_of_call(once: str | Callable[..., str], signature: inspect.Signature) -> Callable[..., str]:
+    """Return what gives the key of a call's work from its arguments."""
+    if isinstance(once, str):
+        return _Template(once, without_lease(signature), "The key {!r} of the function's work")
+    if callable(once) and not isinstance(once, type):
+        return once
+    raise TypeError(f"once is a text or a callable that returns one, not {once!r}.")
+
+
 def resource_of_call(
     resource: ResourceLike | Callable[..., ResourceLike], signature: inspect.Signature
 ) -> Callable[..., ResourceLike]:
     """Return what gives a call's resource from its arguments."""
     if isinstance(resource, str):
-        return _Template(resource, without_lease(signature))
+        return _Template(resource, without_lease(signature), "The name {!r} of the function's lock")
     if isinstance(resource, tuple | models.Model):
         return lambda *args, **kwargs: resource
     if callable(resource):
@@ -105,14 +130,15 @@ def resource_of_call(
 
 
 class _Template:
-    """A name with parameters of the function in braces."""
+    """A text with parameters of the function in braces. `what` is the text, for messages."""
 
-    def __init__(self, text: str, signature: inspect.Signature) -> None:
+    def __init__(self, text: str, signature: inspect.Signature, what: str) -> None:
+        self._what = what.format(text)
         try:
             self._pieces = list(string.Formatter().parse(text))
         except ValueError as error:
-            raise InvalidResource(f"The name {text!r} is no template: {error}.") from error
-        self._text = text or checked(text)
+            raise InvalidResource(f"{self._what} is no template: {error}.") from error
+        self._text = text or checked(text, self._what)
         self._signature = signature
         for _, field, specification, conversion in self._pieces:
             if field is None:
@@ -163,8 +189,8 @@ class _Template:
 
     def _invalid(self, field: str, fault: str) -> InvalidResource:
         return InvalidResource(
-            f"The name {self._text!r} of the function's lock has the field {{{field}}}, {fault}. "
-            f"A callable may make any name of the arguments."
+            f"{self._what} has the field {{{field}}}, {fault}. "
+            f"A callable may make any text of the arguments."
         )
 
 

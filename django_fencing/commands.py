@@ -15,14 +15,16 @@ from django_fencing.exceptions import (
     InvalidResource,
     LeaseLost,
     LockHeld,
+    OnceMismatch,
     StoreUnavailable,
 )
 
-# As sysexits.h has them: EX_TEMPFAIL, EX_PROTOCOL, EX_UNAVAILABLE, EX_USAGE.
+# As sysexits.h has them: EX_TEMPFAIL, EX_PROTOCOL, EX_UNAVAILABLE, EX_DATAERR, EX_USAGE.
 RETURN_CODES: dict[type[FencingError], int] = {
     LockHeld: 75,
     LeaseLost: 76,
     StoreUnavailable: 69,
+    OnceMismatch: 65,
     InvalidResource: 64,
 }
 
@@ -55,7 +57,14 @@ class CommandCall(Entry):
 
     def skipped(self, held: LockHeld) -> None:
         """Say in one line on stderr that the command did nothing."""
-        line = f"Skipped: {_line(held)}"
+        self._say(f"Skipped: {_line(held)}")
+
+    def replayed(self, kept: Any, key: str) -> Any:
+        """Say in one line on stderr that the command did nothing, and return what it printed."""
+        self._say(f"Skipped: {key!r} was done before.")
+        return kept
+
+    def _say(self, line: str) -> None:
         self._command.stderr.write(line, style_func=self._command.style.WARNING)
 
     def _end(self, number: signal.Signals, stop: KeyboardInterrupt) -> NoReturn:

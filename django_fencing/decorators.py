@@ -3,33 +3,18 @@
 import functools
 import inspect
 import math
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack, _GeneratorContextManagerBase
-from dataclasses import dataclass
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any, Literal, ParamSpec, TypeVar, cast
-
-from django.core.management.base import BaseCommand
+from typing import Any, ParamSpec, TypeVar, cast
 
 from django_fencing import calls, coroutines, flow
-from django_fencing.calls import Call, Entry
-from django_fencing.commands import CommandCall
 from django_fencing.endings import OnLost
-from django_fencing.exceptions import LockHeld, NoSuchRow
-from django_fencing.http import OwnTransactions, ViewCall, request_of
-from django_fencing.leases import Lease
-from django_fencing.locks import FencedLock
+from django_fencing.http import OwnTransactions
 from django_fencing.resources import ResourceLike
 from django_fencing.timing import Duration, seconds
+from django_fencing.work import OnHeld, Work
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# What a wrapped generator function returns: its body has not begun.
-_RUNS_LATER = (GeneratorType, AsyncGeneratorType, _GeneratorContextManagerBase)
-
-OnHeld = Literal["raise", "skip"] | Callable[[LockHeld], Any]
 
 
 def with_fenced_lock(
@@ -43,6 +28,8 @@ def with_fenced_lock(
     respond: bool = True,
     renew: bool | Duration = False,
     on_lost: OnLost = None,
+    once: str | Callable[..., str] | None = None,
+    payload: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[..., R]]:
     """
     Run the function under the fenced lock of `resource`.
@@ -60,11 +47,16 @@ def with_fenced_lock(
     body, or return what a callable makes of the LockHeld. The other arguments and all other
     errors are those of fenced_lock().
 
+    With `once`, a key that is written like `resource`, the function is the work of once(): a call
+    whose key was done before returns the stored result. Of a view that is the response, without
+    cookies, and what is compared is the request: method, path, query and body. Otherwise nothing
+    is compared, unless `payload` makes something of the call's arguments.
+
     What is called decides how errors show, unless `respond` is False:
 
-    - A view (its first or second argument is a request) answers 409 or 503, and 204 if skipped.
-      The transaction of ATOMIC_REQUESTS is opened inside the lock. A streaming response keeps
-      the lease until it is closed.
+    - A view (its first or second argument is a request) answers 409 or 503, 422 to another
+      payload, and 204 if skipped. The transaction of ATOMIC_REQUESTS is opened inside the lock. A
+      streaming response keeps the lease until it is closed.
     - A management command raises CommandError with a return code of its own, says in a line
       that it skips, and stops in order at SIGTERM and Ctrl-C.
     - Any other function raises the error, and returns None if skipped.
@@ -84,6 +76,8 @@ def with_fenced_lock(
             seconds(name, length, most=math.inf, zero=name == "wait")
     if not isinstance(renew, bool):
         seconds("renew", renew, most=math.inf)
+    if payload is not None and (once is None or not callable(payload)):
+        raise TypeError(f"payload is a callable that goes with once, not {payload!r}.")
 
     def decorate(*functions: Callable[P, R], **options: Any) -> Callable[..., R]:
         if len(functions) != 1 or options:
@@ -96,19 +90,28 @@ def with_fenced_lock(
         _refuse_undecoratable(function)
         signature = calls.signature_of(function)
         takes_lease = calls.takes_lease(signature)
+        in_transaction = not takes_lease if atomic is None else atomic
+        if once is not None and not in_transaction:
+            raise TypeError(
+                f"once= keeps the result in the transaction that does the work, and "
+                f"{calls.label_of(function)} is none as a whole: leave out its parameter `lease`, "
+                f"or call once() in its lease.atomic()."
+            )
         own_transactions = OwnTransactions(function)
-        work = _Work(
+        work = Work(
             function=function,
             resource_of=calls.resource_of_call(resource, signature),
             ttl=ttl,
             wait=wait,
             using=using,
-            in_transaction=not takes_lease if atomic is None else atomic,
+            in_transaction=in_transaction,
             takes_lease=takes_lease,
             on_held=on_held,
             respond=respond,
             renew=renew,
             on_lost=on_lost,
+            key_of=None if once is None else calls.key_of_call(once, signature),
+            payload_of=payload,
             label=calls.label_of(function),
             own_transactions=own_transactions,
         )
@@ -123,104 +126,7 @@ def with_fenced_lock(
     return decorate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """A function with its lock."""
-
-    function: Callable[..., Any]
-    resource_of: Callable[..., ResourceLike]
-    ttl: Duration | None
-    wait: Duration | None
-    using: str | None
-    in_transaction: bool
-    takes_lease: bool
-    on_held: OnHeld
-    respond: bool
-    renew: bool | Duration
-    on_lost: OnLost
-    label: str
-    own_transactions: OwnTransactions
-
-    def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        by: flow.Flow | None = None,
-        cancelled: threading.Event | None = None,
-    ) -> Any:
-        """Run one call `by` a flow; of a function that returns an awaitable if `cancelled`."""
-        call = self._call(args)
-        return call.answered(functools.partial(self._locked, call, args, kwargs, by, cancelled))
-
-    def _call(self, args: tuple[Any, ...]) -> Call:
-        """Return the kind of the call, which its first arguments tell."""
-        if args and isinstance(args[0], BaseCommand):
-            return CommandCall(args[0]) if self.respond else Entry()
-        if request := next(filter(None, map(request_of, args[:2])), None):
-            return ViewCall(request, self.own_transactions, responds=self.respond)
-        return Call()
-
-    def _locked(
-        self,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        by: flow.Flow | None,
-        cancelled: threading.Event | None,
-    ) -> Any:
-        lock = FencedLock(
-            resource=self.resource_of(*args, **kwargs),
-            ttl=self.ttl,
-            wait=self.wait,
-            using=self.using,
-            register=not self.in_transaction,
-            renew=self.renew,
-            on_lost=self.on_lost,
-            function=self.label,
-        )
-        try:
-            acquisition = lock.enter(by, cancelled) if call.reenters else lock.ask(cancelled)
-        except NoSuchRow as error:
-            raise call.missing(error) from error
-        holding = acquisition.opened() if self.in_transaction else acquisition.leased()
-        with acquisition.undone(), ExitStack() as held:
-            try:
-                lease = held.enter_context(holding)
-            except LockHeld as error:
-                return self._refused(call, error)
-            except NoSuchRow as error:
-                raise call.missing(error) from error
-            return call.run(lambda: self._body(lease, args, kwargs, cancelled), lease)
-
-    def _refused(self, call: Call, error: LockHeld) -> Any:
-        if self.on_held == "raise":
-            raise error
-        return call.skipped(error) if self.on_held == "skip" else self.on_held(error)
-
-    def _body(
-        self,
-        lease: Lease,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cancelled: threading.Event | None,
-    ) -> Any:
-        if self.takes_lease:
-            kwargs = {**kwargs, "lease": lease}
-        if cancelled is not None:
-            return coroutines.as_function(self.function, lease, cancelled)(*args, **kwargs)
-        result = self.function(*args, **kwargs)
-        if inspect.isawaitable(result) or isinstance(result, _RUNS_LATER):
-            if isinstance(result, CoroutineType | GeneratorType):
-                result.close()
-            kind = "coroutine" if inspect.isawaitable(result) else "generator"
-            raise TypeError(
-                f"{self.label} is no {kind} function, but has returned {result!r}, which would "
-                f"run after the lock is released."
-            )
-        return result
-
-
-def _function(work: _Work) -> Callable[..., Any]:
+def _function(work: Work) -> Callable[..., Any]:
     def fenced(*args: Any, **kwargs: Any) -> Any:
         if coroutines.dispatches_async(work.function, args):
             return coroutines.in_thread(functools.partial(work.run, args, kwargs, None))
@@ -229,7 +135,7 @@ def _function(work: _Work) -> Callable[..., Any]:
     return fenced
 
 
-def _coroutine_function(work: _Work) -> Callable[..., Any]:
+def _coroutine_function(work: Work) -> Callable[..., Any]:
     async def fenced(*args: Any, **kwargs: Any) -> Any:
         by = flow.current_flow()
         return await coroutines.in_thread(functools.partial(work.run, args, kwargs, by))

@@ -8,7 +8,8 @@ FencingError
 ├── InvalidResource     what was passed cannot be locked (also a ValueError)
 │   └── NoSuchRow       ... because there is no such row
 ├── InsideTransaction   a transaction is open where none may be
-└── UnfencedWrite       a locked row is written around its lease
+├── UnfencedWrite       a locked or protected row is written around its lease
+└── OnceMismatch        work that was done once is asked for with another payload
 
 The attributes carry the values of the message. Every error survives pickle with them.
 """
@@ -93,4 +94,29 @@ class InsideTransaction(FencingError):
 
 
 class UnfencedWrite(FencingError):
-    """A row whose lease this flow holds is written outside `lease.atomic()`, or from old values."""
+    """
+    A row is written around its lease.
+
+    This flow holds its lease, and writes outside of lease.atomic() or from old values; or the
+    table is protected by ProtectFence(..., require_lease=True).
+    """
+
+
+class OnceMismatch(FencingError):
+    """
+    The work of this `key` was done with another payload, under the lease with this `token`.
+
+    Nothing has run, and the stored result stands.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        resource: str | None = None,
+        key: str | None = None,
+        token: int | None = None,
+    ) -> None:
+        super().__init__(message, resource=resource)
+        self.key = key
+        self.token = token

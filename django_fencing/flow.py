@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import os
 import socket
 import sys
@@ -25,7 +26,10 @@ Flow: TypeAlias = threading.Thread | asyncio.Task[object]
 
 # Weak on both sides: neither a thread that ended nor a lease that was dropped stays in here.
 _held: WeakKeyDictionary[Flow, list["ref[Lease]"]] = WeakKeyDictionary()
-_fenced: WeakKeyDictionary[BaseDatabaseWrapper, "Lease"] = WeakKeyDictionary()
+_fenced: WeakKeyDictionary[BaseDatabaseWrapper, tuple[int, "Lease"]] = WeakKeyDictionary()
+
+# Numbers the fenced transactions of this process.
+_numbers = itertools.count()
 
 
 def current_flow() -> Flow:
@@ -70,18 +74,24 @@ def held() -> "list[Lease]":
 
 def fenced_by(alias: str) -> "Lease | None":
     """Return the lease in whose fenced transaction this thread's connection `alias` is."""
-    return _fenced.get(connections[alias])
+    return _fenced.get(connections[alias], (0, None))[1]
+
+
+def fencing() -> "Lease | None":
+    """Return the lease in whose fenced transaction this thread is, the newest of several."""
+    opened = (_fenced.get(each) for each in connections.all(initialized_only=True))
+    return max(filter(None, opened), key=lambda entry: entry[0], default=(0, None))[1]
 
 
 @contextmanager
 def fenced(alias: str, lease: "Lease") -> Iterator[None]:
     """Mark this thread's connection `alias` as inside the fenced transaction of `lease`."""
     connection = connections[alias]
-    _fenced[connection] = lease
+    _fenced[connection] = next(_numbers), lease
     try:
         yield
     finally:
-        if _fenced.get(connection) is lease:
+        if fenced_by(alias) is lease:
             del _fenced[connection]
 
 

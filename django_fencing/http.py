@@ -20,19 +20,20 @@ from django.template import TemplateDoesNotExist
 from django.template.loader import render_to_string
 from django.utils.cache import patch_vary_headers
 
-from django_fencing import flow
+from django_fencing import flow, replies
 from django_fencing.calls import Entry
 from django_fencing.exceptions import (
     FencingError,
     LeaseLost,
     LockHeld,
     NoSuchRow,
+    OnceMismatch,
     StoreUnavailable,
 )
 from django_fencing.leases import Lease
 
 # The errors that have an answer; all others are faults of the code, as in any view.
-ANSWERED = (LockHeld, LeaseLost, StoreUnavailable)
+ANSWERED = (LockHeld, LeaseLost, OnceMismatch, StoreUnavailable)
 
 TEMPLATE = "django_fencing/conflict.html"
 
@@ -98,6 +99,14 @@ def problem_of(error: FencingError) -> Problem:
             code="stale-token",
             detail="This took too long, and somebody else has taken over. Look at the present "
             "state before you try again.",
+        )
+    if isinstance(error, OnceMismatch):
+        return Problem(
+            status=422,
+            title="Unprocessable Content",
+            code="once-mismatch",
+            detail="This was done before with other values, and is done once only. Look at the "
+            "present state.",
         )
     return Problem(
         status=503,
@@ -239,6 +248,18 @@ class ViewCall(Entry):
 
     def skipped(self, held: LockHeld) -> HttpResponse:
         return HttpResponse(status=204)
+
+    def payload(self) -> Any:
+        return replies.payload_of(self._request)
+
+    def kept(self, result: Any) -> Any:
+        return replies.kept(result)
+
+    def fresh(self, result: Any, kept: Any) -> Any:
+        return result  # with its cookies
+
+    def replayed(self, kept: Any, key: str) -> HttpResponse:
+        return replies.restored(kept)
 
 
 def _roll_back_requests() -> None:

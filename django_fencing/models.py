@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Self, cast
 
 from django.db import DEFAULT_DB_ALIAS, models, router
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils import timezone
 
 from django_fencing import flow
 from django_fencing.exceptions import UnfencedWrite
@@ -144,6 +145,24 @@ class Fence(FencedResource):
 
     def __str__(self) -> str:
         return str(self.name)
+
+
+class OnceRecord(models.Model):
+    """What came of work that is done once, written in the transaction that did it."""
+
+    key = NameField(max_length=255, primary_key=True)
+    resource = models.TextField(help_text="What was locked.")
+    token = models.BigIntegerField(help_text="Token of the lease under which it was done.")
+    fingerprint = models.CharField(max_length=64, help_text="SHA-256 of the payload.")
+    result = models.TextField(help_text="As JSON; empty while the work is being done.")
+    created_at = models.DateTimeField(default=timezone.now, db_index=True)
+
+    class Meta:
+        verbose_name = "work done once"
+        verbose_name_plural = "work done once"
+
+    def __str__(self) -> str:
+        return str(self.key)
 
 
 def fence_model(model: type[models.Model]) -> type[FencedResource]:

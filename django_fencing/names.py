@@ -17,19 +17,19 @@ _DIGEST = 32
 _TAGS = 64
 
 
-def checked(name: object) -> str:
+def checked(name: object, what: str = "A resource's name") -> str:
     """
     Return `name` in Unicode's normal form C, so that one spelling is one resource.
 
     Raise InvalidResource unless it is a text that is not blank and has no NUL and no surrogate.
     """
     if not isinstance(name, str):
-        raise InvalidResource(f"A resource's name must be a text, not {name!r}.")
+        raise InvalidResource(f"{what} must be a text, not {name!r}.")
     text = unicodedata.normalize("NFC", "".join((name,)))
     if not text.strip():
-        raise InvalidResource("A resource's name must not be empty.")
+        raise InvalidResource(f"{what} must not be empty.")
     if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise InvalidResource(f"A resource's name must not hold NUL or surrogates: {text!r}.")
+        raise InvalidResource(f"{what} must not hold NUL or surrogates: {text!r}.")
     return text
 
 

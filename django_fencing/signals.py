@@ -79,6 +79,9 @@ lease_lost = LeaseSignal("lease_lost", logging.WARNING)
 # lease, error: the StaleToken by which the database has refused a fenced transaction
 token_refused = LeaseSignal("token_refused", logging.INFO)
 
+# lease, key: work that is done once was done before, so it has not run again
+once_replayed = LeaseSignal("once_replayed", logging.INFO)
+
 
 def _savepoint(alias: str) -> AbstractContextManager[None]:
     return transaction.atomic(using=alias) if connections[alias].in_atomic_block else nullcontext()

@@ -14,6 +14,7 @@ from django_fencing.exceptions import (
     LeaseLost,
     LockHeld,
     NoSuchRow,
+    OnceMismatch,
     StaleToken,
     StoreUnavailable,
     UnfencedWrite,
@@ -29,6 +30,7 @@ errors = [
     NoSuchRow("said", resource="r"),
     InsideTransaction("said", resource="r"),
     UnfencedWrite("said", resource="r"),
+    OnceMismatch("said", resource="r", key="k", token=4),
 ]
 
 
