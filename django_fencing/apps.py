@@ -1,6 +1,8 @@
 """The app's configuration."""
 
 from django.apps import AppConfig
+from django.db.backends.signals import connection_created
+from django.db.models.signals import post_migrate
 
 
 class FencingConfig(AppConfig):
@@ -8,4 +10,10 @@ class FencingConfig(AppConfig):
     verbose_name = "Fencing"
 
     def ready(self) -> None:
-        from django_fencing import checks  # noqa: F401 - registers them; needs the models
+        # These need the models.
+        from django_fencing import checks  # noqa: F401 - registers them
+        from django_fencing.operations import restore
+        from django_fencing.refusals import explain_on
+
+        connection_created.connect(explain_on, dispatch_uid="django_fencing")
+        post_migrate.connect(restore, sender=self, dispatch_uid="django_fencing")

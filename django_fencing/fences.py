@@ -27,6 +27,10 @@ class Registration(NamedTuple):
     token: int
     holder: UUID | None
 
+    def __str__(self) -> str:
+        """Return what the triggers compare."""
+        return f"{self.token}:{self.holder}"
+
 
 def register(
     resource: Resource, mine: Registration, *, granted: int, patience: float
@@ -71,6 +75,8 @@ def check(resource: Resource, mine: Registration) -> FencedResource:
     Raise StaleToken unless the fence still is `mine`: token and holder.
     """
     fences = _rows(resource)
+    if connections[resource.alias].vendor == "postgresql":
+        fences = postgresql.presenting(fences, str(mine))
     features = connections[resource.alias].features
     if features.has_select_for_update:
         fences = fences.select_for_update(no_key=features.has_select_for_no_key_update)
@@ -81,6 +87,7 @@ def check(resource: Resource, mine: Registration) -> FencedResource:
     found = None if row is None else Registration(row.last_fence_token, row.last_fence_holder)
     if row is None or found != mine:
         raise _stale(resource, mine, found)
+    row.__dict__.pop("fencing_presented", None)
     return _whole(resource, row)
 
 
@@ -162,6 +169,7 @@ def _move_returning(
         "token": mine.token,
         "holder": mine.holder,
         "granted": granted,
+        "registration": str(mine),
     }
     statement = postgresql.moving(resource.model, rows.db, alone=alone)
     try:
@@ -175,7 +183,7 @@ def _move_returning(
     if not found:
         return None
     (row,) = found
-    del row.__dict__["fencing restored"]
+    del row.__dict__["fencing restored"], row.__dict__["fencing presented"]
     return row
 
 

@@ -3,13 +3,16 @@
 import functools
 
 from django.db import OperationalError, connections
-from django.db.models import QuerySet
+from django.db.models import Func, QuerySet, TextField, Value
 
 from django_fencing.models import Fence, FencedResource
 
 # https://www.postgresql.org/docs/current/errcodes-appendix.html
 LOCK_NOT_AVAILABLE = "55P03"
 RETRYABLE = ("40001", "40P01")  # serialization failure, deadlock
+
+# The setting in which a fenced transaction presents its registration to the triggers.
+REGISTRATION = "django_fencing.registration"
 
 # https://www.postgresql.org/docs/current/libpq-status.html, PQTRANS_INERROR
 _INERROR = 3
@@ -23,7 +26,8 @@ WITH "fencing guard" AS MATERIALIZED (
            set_config('lock_timeout', %(patience)s, true) AS patience
     WHERE {condition}
 ), "fencing moved" AS ({move} RETURNING {returned})
-SELECT "fencing moved".*, set_config('lock_timeout', former, true) AS "fencing restored"
+SELECT "fencing moved".*, set_config('lock_timeout', former, true) AS "fencing restored",
+       set_config('{registration}', %(registration)s, true) AS "fencing presented"
 FROM "fencing moved", "fencing guard"
 """
 
@@ -52,8 +56,8 @@ def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
     """
     Return the statement that moves a fence up and returns its row.
 
-    Its parameters are pk, token, holder, granted, and patience in milliseconds. Unless `alone`
-    it moves nothing above READ COMMITTED.
+    Its parameters are pk, token, holder, granted, registration, and patience in milliseconds.
+    Unless `alone` it moves nothing above READ COMMITTED.
     """
     compiler = QuerySet(model, using=alias).query.get_compiler(alias)
     quoted = connections[alias].ops.quote_name
@@ -72,8 +76,18 @@ def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
         holder=quoted(str(options.get_field("last_fence_holder").column)),
     )
     return _MOVE.format(
-        condition=_ALONE if alone else _INSIDE, move=move, returned=", ".join(returned)
+        condition=_ALONE if alone else _INSIDE,
+        move=move,
+        returned=", ".join(returned),
+        registration=REGISTRATION,
     )
+
+
+def presenting(rows: QuerySet[FencedResource], registration: str) -> QuerySet[FencedResource]:
+    """Return `rows` as read by a statement that presents the registration as well."""
+    arguments = (Value(REGISTRATION), Value(registration), Value(True))
+    present = Func(*arguments, function="set_config", output_field=TextField())
+    return rows.annotate(fencing_presented=present)
 
 
 def reads_from_snapshot(alias: str) -> bool:
