@@ -85,9 +85,9 @@ def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
 
 def presenting(rows: QuerySet[FencedResource], registration: str) -> QuerySet[FencedResource]:
     """Return `rows` as read by a statement that presents the registration as well."""
-    arguments = (Value(REGISTRATION), Value(registration), Value(True))
-    present = Func(*arguments, function="set_config", output_field=TextField())
-    return rows.annotate(fencing_presented=present)
+    call = f"set_config('{REGISTRATION}', %(expressions)s, true)"
+    presented = Func(Value(registration), template=call, output_field=TextField())
+    return rows.annotate(fencing_presented=presented)
 
 
 def reads_from_snapshot(alias: str) -> bool:
