@@ -1,48 +1,44 @@
-"""The admin: the page of the fence tokens, and forms that save under the row's lock."""
+"""The admin's pages: fence tokens, the ledger, what was done once; nothing can be changed there."""
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 from django.contrib import admin
-from django.contrib.admin.options import TO_FIELD_VAR
-from django.contrib.admin.utils import flatten_fieldsets, quote, unquote
+from django.contrib.admin.utils import quote
 from django.contrib.auth import get_permission_codename
-from django.core.checks import CheckMessage, Error
-from django.core.exceptions import ImproperlyConfigured, PermissionDenied
-from django.db import models, router, transaction
+from django.core.exceptions import PermissionDenied
+from django.db import models
+from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.template.response import TemplateResponse
 from django.urls import reverse
-from django.utils.decorators import method_decorator
-from django.utils.html import format_html, format_html_join
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
-from django.views.decorators.csrf import csrf_protect
 
-from django_fencing import flow, forms, http
-from django_fencing.exceptions import FencingError, InvalidResource
-from django_fencing.forms import Comparison
-from django_fencing.locks import FencedLock
-from django_fencing.models import FENCE_FIELDS, Fence, FencedResource
+from django_fencing.conf import conf
+from django_fencing.models import Fence, FenceEvent, OnceRecord
+from django_fencing.names import encoded, read_slug
 from django_fencing.overview import fenced_models, overview
+from django_fencing.resource_admin import FencedResourceAdmin
 
-_SHOWN_FENCE = ("shown_fence_token", "last_fence_holder")
+__all__ = ["FencedResourceAdmin"]
 
 
-@admin.register(Fence)
-class FenceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
-    """Shows leases and fences. Nothing can be changed here."""
-
-    fields = ("name", "shown_fence_token", "last_fence_holder")
-    readonly_fields = ("shown_fence_token",)
+class _ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+    """Shows rows. Who may delete them is the site's affair, unless it is said otherwise."""
 
     def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
+
+
+@admin.register(Fence)
+class FenceAdmin(_ReadOnlyAdmin):
+    """Shows leases and fences. Nothing can be changed here."""
+
+    fields = ("name", "shown_fence_token", "last_fence_holder")
+    readonly_fields = ("shown_fence_token",)
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
@@ -101,196 +97,41 @@ class FenceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return reverse(name, args=[quote(pk)], current_app=self.admin_site.name)
 
 
-class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
-    """
-    An admin of a FencedResource model that saves a row under its lock.
+@admin.register(FenceEvent)
+class FenceEventAdmin(_ReadOnlyAdmin):
+    """Shows this tenant's part of the ledger, the newest line first."""
 
-    The fence is shown and cannot be edited. Saving takes the row's lock without waiting, and
-    is one fenced transaction, inlines included. Where somebody else holds the lock, or has
-    registered or changed what the form would write since it was opened, the form says so and
-    nothing is saved.
+    list_display = ("created_at", "kind", "resource", "message")
+    list_display_links = ("created_at",)
+    list_filter = ("kind", "created_at")
+    search_fields = ("resource", "message")
+    ordering = ("-pk",)
+    exclude = ("namespace",)
 
-    Adding and deleting take no lock, nor do actions and list_editable, which is refused. What an
-    overridden change_view() writes before it calls this one is no part of the transaction.
-    """
-
-    transactions = http.OwnTransactions()
-    comparison: Comparison | None = None  # of what is sent, while that is looked at
-
-    @method_decorator(csrf_protect)
-    def changeform_view(
-        self,
-        request: HttpRequest,
-        object_id: str | None = None,
-        form_url: str = "",
-        extra_context: dict[str, Any] | None = None,
-    ) -> Any:
-        """Show the form; save what it sends under the lock."""
-        rest = (object_id, form_url, extra_context)
-        row = self._row_to_save(request, object_id)
-        if row is None:
-            with self.transactions.opened(request):
-                return super().changeform_view(request, *rest)
-        if (seen := forms.token_in(request.POST)) is None:
-            return self._refused(None, request, *rest)
-        lock = FencedLock(resource=row, wait=0, register=False, function=self._name, seen=seen)
-        acquisition = lock.ask()
-        with acquisition.undone(), ExitStack() as held:
-            try:
-                held.enter_context(acquisition.opened())
-            except (*http.ANSWERED, InvalidResource) as error:
-                return self._refused(error, request, *rest)
-            return self._compared(acquisition.resource.alias, request, *rest)
-
-    def _refused(self, error: FencingError | None, request: HttpRequest, *rest: Any) -> Any:
-        """Show the form that was sent, with the reason why it is not saved."""
-        refusing = self._comparing(Comparison(request.POST, forms.refusal_of(error)))
-        with self.transactions.opened(request):
-            return super(FencedResourceAdmin, refusing).changeform_view(request, *rest)
-
-    def _compared(self, alias: str, request: HttpRequest, *rest: Any) -> Any:
-        """Save the form that was sent, if nothing has changed; the fenced transaction is open."""
-        comparison = Comparison(request.POST)
-        comparing = self._comparing(comparison, alias)
-        with self.transactions.opened(request, alias):
-            response = super(FencedResourceAdmin, comparing).changeform_view(request, *rest)
-            if comparison.shown:  # nothing was saved, so nobody has worked on the row
-                transaction.set_rollback(True, using=alias)
-            return response
-
-    def render_change_form(
-        self,
-        request: HttpRequest,
-        context: Any,
-        add: bool = False,
-        change: bool = False,
-        form_url: str = "",
-        obj: Any = None,
-    ) -> Any:
-        """Show the fence, whatever the fieldsets are, and let the form send it back."""
-        if obj is not None:
-            shown = context["adminform"]
-            formsets = [inline.formset for inline in context["inline_admin_formsets"]]
-            if self.comparison is None:
-                obj.fence_sent_back = forms.made_from(obj, shown.form, formsets)
-            else:
-                self.comparison.shown = True
-                obj.fence_sent_back = forms.sent_back(request.POST, formsets, self._registered(obj))
-            if _SHOWN_FENCE[0] not in flatten_fieldsets(shown.fieldsets):
-                shown.fieldsets = [*shown.fieldsets, (_("Fence"), {"fields": _SHOWN_FENCE})]
-            shown.readonly_fields = [*dict.fromkeys([*shown.readonly_fields, *_SHOWN_FENCE])]
-        return super().render_change_form(request, context, add, change, form_url, obj)
-
-    def get_urls(self) -> Any:
-        """Let Django open no transaction of ATOMIC_REQUESTS around the form."""
-        urls: list[Any] = super().get_urls()
-        for url in urls:
-            if str(getattr(url, "name", "")).endswith("_change"):
-                url.callback._non_atomic_requests = self.transactions
-        return urls
-
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Leave the fence to a section of its own."""
-        return [field for field in super().get_fields(request, obj) if field not in _SHOWN_FENCE]
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Add the fence to what cannot be edited."""
-        return [*dict.fromkeys([*super().get_readonly_fields(request, obj), *_SHOWN_FENCE])]
-
-    @admin.display(description=gettext_lazy("last fence token"))
-    def shown_fence_token(self, row: FencedResource) -> str:
-        """Show the token, and what the form is to send back."""
-        sent_back = getattr(row, "fence_sent_back", {})
-        hidden = '<input type="hidden" name="{}" value="{}">'
-        # What is not saved is rolled back, the move of the fence too.
-        token = forms.token_in(sent_back) if self.comparison else row.last_fence_token
-        return format_html("{}{}", token, format_html_join("", hidden, sent_back.items()))
-
-    def check(self, **kwargs: Any) -> list[CheckMessage]:
-        """Refuse a model without a fence, and list_editable, which saves without the lock."""
-        messages = super().check(**kwargs)
-        if not issubclass(self.model, FencedResource):
-            fault = f"{self.model.__name__} is no FencedResource."
-            hint = "Let the model inherit from FencedResource, or the admin from admin.ModelAdmin."
-            messages.append(Error(fault, hint, obj=self.__class__, id="django_fencing.E006"))
-        if self.list_editable:
-            fault = "list_editable would save rows without their lock."
-            hint = "Leave out list_editable: a row is saved on its own page."
-            messages.append(Error(fault, hint, obj=self.__class__, id="django_fencing.E007"))
-        return messages
-
-    def _row_to_save(self, request: HttpRequest, object_id: str | None) -> Any:
-        """Return the row that this request may save, None if it is none or may not."""
-        if request.method != "POST" or object_id is None:
-            return None
-        if self.save_as and "_saveasnew" in request.POST:
-            return None
-        to_field = request.POST.get(TO_FIELD_VAR, request.GET.get(TO_FIELD_VAR))
-        if to_field and not self.to_field_allowed(request, to_field):
-            return None  # Django refuses it
-        row = self.get_object(request, unquote(object_id), to_field)
-        return row if row is not None and self.has_change_permission(request, row) else None
-
-    @property
-    def _name(self) -> str:
-        return f"{type(self).__module__}.{type(self).__qualname__}"
-
-    def _registered(self, row: FencedResource) -> int | None:
-        """Return the token by which this sending has moved the fence, whatever becomes of it."""
-        lease = flow.fenced_by(router.db_for_write(type(row), instance=row))
-        if lease is None or self.comparison is None or not self.comparison.passed:
-            return None
-        return lease.token if lease._is_registered else None
-
-    def _comparing(self, comparison: Comparison, alias: str = "") -> "FencedResourceAdmin":
-        """Return an admin like this one that compares what it is sent, and reads from `alias`."""
-        # What a subclass has overridden is asked here, and cannot let a form pass.
-        admin: Any = copy.copy(self)
-        get_form, get_formsets = admin.get_form, admin.get_formsets_with_inlines
-        get_object, get_queryset = admin.get_object, admin.get_queryset
-        get_inlines, save_form = admin.get_inline_instances, admin.save_form
-
-        def compared_form(*args: Any, **kwargs: Any) -> Any:
-            return comparison.of_form(get_form(*args, **kwargs))
-
-        def compared_formsets(request: HttpRequest, obj: Any = None) -> Iterator[Any]:
-            for formset, inline in get_formsets(request, obj):
-                asked = (inline.has_change_permission, inline.has_delete_permission)
-                writes = any(may(request, obj) for may in asked)
-                yield comparison.of_formset(formset) if writes else formset, inline
-
-        def whole_row(*args: Any, **kwargs: Any) -> Any:
-            row = get_object(*args, **kwargs)
-            if row is not None and row.get_deferred_fields().intersection(FENCE_FIELDS):
-                row.refresh_from_db(using=alias or None, fields=FENCE_FIELDS)
-                row._note_fence()  # it was just read, under the row lock
-            return row
-
-        def inlines(*args: Any, **kwargs: Any) -> Any:
-            found = get_inlines(*args, **kwargs)
-            for inline in found:
-                inline.get_queryset = _reading_from(alias, inline.get_queryset)
-            return found
-
-        def save_compared_form(request: HttpRequest, form: Any, change: bool) -> Any:
-            if not comparison.passed:
-                raise ImproperlyConfigured(
-                    f"{self._name} would save a form without comparing it: let full_clean() of the "
-                    f"form that get_form() makes decide whether it is valid."
-                )
-            return save_form(request, form, change)
-
-        admin.comparison = comparison
-        admin.get_form, admin.get_formsets_with_inlines = compared_form, compared_formsets
-        admin.get_object, admin.save_form = whole_row, save_compared_form
-        if alias:  # and not from a replica
-            admin.get_queryset = _reading_from(alias, get_queryset)
-            admin.get_inline_instances = inlines
-        return cast("FencedResourceAdmin", admin)
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        events: QuerySet[Any] = QuerySet(FenceEvent, using=conf.database)
+        return events.filter(namespace=conf.namespace).order_by("-pk")
 
 
-def _reading_from(alias: str, get_queryset: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda request: get_queryset(request).using(alias)
+@admin.register(OnceRecord)
+class OnceRecordAdmin(_ReadOnlyAdmin):
+    """Shows this tenant's work that was done once. To delete one lets the work be done again."""
+
+    list_display = ("shown_key", "resource", "token", "created_at")
+    list_filter = ("created_at",)
+    search_fields = ("key", "resource")
+    fields = ("shown_key", "resource", "token", "created_at", "result", "fingerprint")
+    readonly_fields = ("shown_key",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        records: QuerySet[Any] = QuerySet(OnceRecord, using=conf.database).order_by("-created_at")
+        if conf.namespace:
+            return records.filter(key__startswith=f"{encoded(conf.namespace)}|")
+        return records.exclude(key__contains="|")
+
+    @admin.display(description=gettext_lazy("key"), ordering="key")
+    def shown_key(self, record: OnceRecord) -> str:
+        return read_slug(record.key, conf.namespace) or record.key
 
 
 def _title(model: type[models.Model]) -> str:

@@ -22,6 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "IDLE_TTL": 604_800,
     "PREFIX": "fencing",
     "NAMESPACE": "",
+    "LEDGER": True,
     "CLIENT_FACTORY": None,
 }
 
@@ -89,6 +90,14 @@ class Conf:
         value = self._namespace_of()()
         if not isinstance(value, str):
             raise ImproperlyConfigured(f"FENCING['NAMESPACE'] must give a text, not {value!r}.")
+        return value
+
+    @property
+    def ledger(self) -> bool:
+        """Whether what was refused, lost or healed is kept in the table `FenceEvent`."""
+        value = self._read("LEDGER")
+        if not isinstance(value, bool):
+            raise ImproperlyConfigured(f"FENCING['LEDGER'] must be True or False, not {value!r}.")
         return value
 
     @property

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from django_fencing import flow
+from django_fencing import flow, ledger
 from django_fencing.exceptions import InsideTransaction, StoreUnavailable
 from django_fencing.grants import Holder
 from django_fencing.resources import Resource
@@ -68,6 +68,7 @@ class Ending:
             )
         elif first:
             self.lose(lease, "it ended before its release; what was committed stands")
+        ledger.flush()
         return bool(self.released)
 
     def leave(self, lease: "Lease", error: BaseException | None) -> None:
@@ -93,6 +94,7 @@ class Ending:
         finally:
             lease._end_renewal()
             flow.let_go(lease, self._flow)
+            ledger.flush()
 
     def end_kept(self, lease: "Lease") -> None:
         """
@@ -139,3 +141,4 @@ class Ending:
             self.told = True
             line = {"token": lease.token, "reason": reason}
             lease_lost.announce(self._resource, line, level, lease=lease, reason=reason)
+            ledger.lost(self._resource, self._holder, lease.token, reason)

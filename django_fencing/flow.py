@@ -113,16 +113,21 @@ def in_transaction(alias: str) -> bool:
     return not all(block._from_testcase for block in blocks)
 
 
+def is_in_transaction(alias: str) -> bool:
+    """Say whether in_transaction(), or whether the autocommit is off on `alias`."""
+    connection = connections[alias]
+    return in_transaction(alias) or not (connection.atomic_blocks or _autocommits(connection))
+
+
 def refuse_transaction(
     alias: str, action: str, resource: str, cure: str | Callable[[str], str]
 ) -> None:
     """
-    Raise InsideTransaction if in_transaction(), or if the autocommit is off on `alias`.
+    Raise InsideTransaction if is_in_transaction().
 
     `cure` says what to do, or returns it for the alias.
     """
-    connection = connections[alias]
-    if not in_transaction(alias) and (connection.atomic_blocks or _autocommits(connection)):
+    if not is_in_transaction(alias):
         return
     cure = cure if isinstance(cure, str) else cure(alias)
     raise InsideTransaction(

@@ -20,7 +20,7 @@ from django.template import TemplateDoesNotExist
 from django.template.loader import render_to_string
 from django.utils.cache import patch_vary_headers
 
-from django_fencing import flow, replies
+from django_fencing import flow, ledger, replies
 from django_fencing.calls import Entry
 from django_fencing.exceptions import (
     FencingError,
@@ -63,6 +63,7 @@ _dropped: deque[Callable[[], None]] = deque()
 @receiver(request_finished, dispatch_uid="django_fencing")
 def end_dropped_streams(**kwargs: Any) -> None:
     """End the leases of streams that were dropped before they were closed."""
+    ledger.flush()
     while _dropped:
         try:
             end = _dropped.popleft()

@@ -7,7 +7,7 @@ from typing import Any
 
 from django.db import transaction
 
-from django_fencing import flow
+from django_fencing import flow, ledger
 from django_fencing.conf import conf
 from django_fencing.endings import Ending, OnLost
 from django_fencing.exceptions import (
@@ -309,6 +309,7 @@ class Lease:
         if error.token != self.token:  # it was compared with what the caller has seen
             line = {"token": self.token, "seen": error.token, "fence_token": error.fence_token}
         token_refused.announce(self._resource, line, lease=self, error=error)
+        ledger.refused(self._store, self._resource, self.holder, error)
 
     def _lose(self, reason: str) -> LeaseLost:
         """Note the loss, and return the error that says so."""

@@ -165,6 +165,26 @@ class OnceRecord(models.Model):
         return str(self.key)
 
 
+class FenceEvent(models.Model):
+    """One line of the ledger."""
+
+    class Kind(models.TextChoices):
+        REFUSED = "refused", "token refused"
+        LOST = "lost", "lease lost"
+        HEALED = "healed", "counter healed"
+
+    kind = models.CharField(max_length=20, choices=Kind)
+    namespace = models.TextField(blank=True, help_text="The tenant.")
+    resource = models.TextField()
+    token = models.BigIntegerField(null=True)
+    holder = models.UUIDField(null=True, help_text="Of the lease that this happened to.")
+    message = models.TextField()
+    created_at = models.DateTimeField(db_index=True)
+
+    def __str__(self) -> str:
+        return f"{self.resource}: {self.message}"
+
+
 def fence_model(model: type[models.Model]) -> type[FencedResource]:
     """Return the model that defines the fence of `model`: the parent for a multi-table child."""
     return cast("type[FencedResource]", model._meta.get_field("last_fence_token").model)

@@ -63,6 +63,13 @@ def read_slug(slug: str, namespace: str = "") -> str | None:
     return unquote(shown) + ("…" if cut else "")
 
 
+def namespace_of(member: str) -> str:
+    """Return the tenant of what Keys.member holds."""
+    _, _, slug = member.partition(":")
+    encoded_namespace, bar, _ = slug.partition("|")
+    return unquote(encoded_namespace) if bar else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Keys:
     """The keys of one resource. They share the slot of one of 64 fixed tags of Redis Cluster."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from django.db import connections, transaction
 
-from django_fencing import fences, flow, postgresql
+from django_fencing import fences, flow, ledger, postgresql
 from django_fencing.fences import NotRegistered, Registration
 from django_fencing.grants import Holder, Refusal
 from django_fencing.models import FencedResource
@@ -150,4 +150,5 @@ class Registrar:
         answer = self._store.reissue(self._resource, self._holder, above=above)
         if isinstance(answer, Refusal):
             raise NotRegistered("its lease ran out, or another holder took over")
-        self.token = self._granted = answer.token
+        proposed, self.token, self._granted = self._granted, answer.token, answer.token
+        ledger.healed(self._resource, self._holder, proposed, above, answer.token)

@@ -11,13 +11,16 @@ from unittest import mock
 
 import pytest
 import redis
+from django.apps import apps
 from django.core.cache import caches
 from django.db import connections
+from django.db.migrations.state import ProjectState
 from django.test import override_settings
 
 from django_fencing.leases import Lease
 from django_fencing.locks import FencedLock, fenced_lock
 from django_fencing.names import Keys
+from django_fencing.operations import ProtectFence
 from django_fencing.resources import ResourceLike, resolve
 from django_fencing.stores import asking
 
@@ -128,6 +131,19 @@ def assert_held_by(lease: Lease, client: Any) -> None:
     assert client.hget(key, "holder") == lease.holder.id.hex
     assert client.hget(key, "token") == str(lease.token)
     assert 25_000 < client.pttl(key) <= 30_000
+
+
+@contextmanager
+def unprotected(model: str) -> Iterator[None]:
+    """Take the guards of a protected model of the example away during the block."""
+    operation, state = ProtectFence(model, require_lease=True), ProjectState.from_apps(apps)
+    with connections["default"].schema_editor() as editor:
+        operation.database_backwards("hoa", editor, state, state)
+    try:
+        yield
+    finally:
+        with connections["default"].schema_editor() as editor:
+            operation.database_forwards("hoa", editor, state, state)
 
 
 @contextmanager

@@ -1152,17 +1152,47 @@ def test_a_popup_is_saved_under_the_lock(browser: Any, job: Job) -> None:
     assert (job.amount, job.last_fence_token) == (11, 2)
 
 
-def test_adding_and_deleting_take_no_lock(browser: Any, job: Job) -> None:
-    """A new row has no lease, and Django deletes whole sets of rows."""
+def test_adding_takes_no_lock(browser: Any, job: Job) -> None:
+    """A new row has no lease."""
     form = opened(browser, job)
 
     with counted_calls() as calls:
         added = browser.post(reverse("admin:shop_job_add"), form | {"amount": "11"})
+
+    assert added.status_code == 302
+    assert Job.objects.filter(amount=11).exists()
+    assert calls == []
+
+
+def test_deleting_takes_the_lock(browser: Any, job: Job) -> None:
+    """It is one fenced transaction, after a page that asks; the lock is free afterwards."""
+    with counted_calls() as calls:
+        asked = browser.get(address(job, "delete"))
+        calls_to_ask = list(calls)
         deleted = browser.post(address(job, "delete"), {"post": "yes"})
 
-    assert (added.status_code, deleted.status_code) == (302, 302)
-    assert Job.objects.get().amount == 11
-    assert calls == []
+    assert (asked.status_code, deleted.status_code) == (200, 302)
+    assert (calls_to_ask, calls) == ([], ["EVALSHA", "EVALSHA"])
+    assert not Job.objects.exists()
+
+
+def test_what_somebody_works_on_is_not_deleted(browser: Any, job: Job) -> None:
+    """The page says so, and asks once more."""
+    with held_elsewhere(job):
+        page = browser.post(address(job, "delete"), {"post": "yes"}, follow=True)
+
+    assert page.redirect_chain == [(address(job, "delete"), 302)]
+    assert "Nothing was deleted: somebody else is working on this." in page.content.decode()
+    assert Job.objects.exists()
+
+
+def test_rows_are_not_deleted_without_their_locks(browser: Any, job: Job) -> None:
+    """There is no action that deletes what is selected."""
+    page = reverse("admin:shop_job_changelist")
+    browser.post(page, {"action": "delete_selected", "_selected_action": [job.pk], "post": "yes"})
+
+    assert "delete_selected" not in browser.get(page).content.decode()
+    assert Job.objects.exists()
 
 
 def test_an_admin_site_of_another_name_works(browser: Any, job: Job) -> None:

@@ -5,16 +5,17 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.db import connection, transaction
 from django.http import HttpResponse
-from django.test import RequestFactory
+from django.test import RequestFactory, override_settings
 from django.test.utils import CaptureQueriesContext
 
 from django_fencing.decorators import with_fenced_lock
-from django_fencing.exceptions import InsideTransaction, LockHeld
+from django_fencing.exceptions import InsideTransaction, LockHeld, StaleToken
 from django_fencing.locks import fenced_atomic, fenced_lock
 from django_fencing.resources import ResourceLike
-from tests.helpers import counted_calls
+from tests.helpers import counted_calls, taken_over
 from tests.shop.models import Job, UrgentJob
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -139,7 +140,7 @@ def test_a_multi_table_child_costs_one_read_more() -> None:
 
 
 def test_a_lost_counter_costs_one_call_and_two_statements(job: Job, private_redis: Any) -> None:
-    """The fence is read once and the token is issued anew once."""
+    """The fence is read once and the token is issued anew once; the ledger's line comes on top."""
 
     def work() -> None:
         with fenced_lock((Job, job.pk)):
@@ -149,4 +150,23 @@ def test_a_lost_counter_costs_one_call_and_two_statements(job: Job, private_redi
         work()
         private_redis.flushdb()
 
-    assert cost(work) == (4, ["WITH", "SELECT", "WITH"])
+    noted = ["BEGIN", "INSERT", "COMMIT"]
+    assert cost(work) == (4, ["WITH", "SELECT", *noted, "WITH"])
+
+    private_redis.flushdb()
+    with override_settings(FENCING={**settings.FENCING, "LEDGER": False}):
+        assert cost(work) == (4, ["WITH", "SELECT", "WITH"])
+
+
+def test_a_refused_token_costs_a_look_and_a_line_of_the_ledger(job: Job, client: Any) -> None:
+    """The transaction is rolled back first."""
+    lock = fenced_lock(job)
+    first = lock.acquire()
+    second = taken_over(lock, client)
+
+    def write() -> None:
+        with suppress(StaleToken), first.atomic():
+            pass
+
+    assert cost(write) == (0, ["BEGIN", "SELECT", "ROLLBACK", "BEGIN", "INSERT", "COMMIT"])
+    second.release()

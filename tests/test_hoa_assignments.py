@@ -22,9 +22,9 @@ from hoa.models import (
 )
 from hoa.samples import ORGANIZATIONS, VENDORS
 
-from django_fencing.exceptions import LockHeld
+from django_fencing.exceptions import LockHeld, UnfencedWrite
 from django_fencing.locks import fenced_atomic
-from tests.helpers import SECONDS, in_threads
+from tests.helpers import SECONDS, in_threads, unprotected
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -92,9 +92,22 @@ def test_without_the_fence_two_concurrent_assignments_do_succeed(
         with transaction.atomic():
             return place_assignment(Complaint.objects.get(pk=complaint.pk), vendor)
 
-    complaints = race(assign, organization)
+    with unprotected("Complaint"):
+        complaints = race(assign, organization)
 
     assert 2 in [complaint.assignments.count() for complaint in complaints]
+
+
+def test_what_goes_around_the_fence_is_refused_by_the_database(
+    complaint: Complaint, vendor: Vendor
+) -> None:
+    """The same checks and writes in a plain transaction: the table requires the row's lease."""
+    with pytest.raises(UnfencedWrite, match="A lease is needed"), transaction.atomic():
+        place_assignment(complaint, vendor)
+    with pytest.raises(UnfencedWrite, match="A lease is needed"):
+        Complaint.objects.filter(pk=complaint.pk).update(text="It is dry again.")
+
+    assert not complaint.assignments.exists()
 
 
 def test_a_complaint_that_is_being_assigned_is_held(complaint: Complaint, vendor: Vendor) -> None:

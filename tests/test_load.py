@@ -24,7 +24,7 @@ from django.test import Client
 from django.utils import timezone
 from hoa.models import Complaint, Organization, Vendor, VendorAssignment, VendorContract
 
-from tests.helpers import SECONDS, keys_of
+from tests.helpers import SECONDS, keys_of, unprotected
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -100,7 +100,7 @@ def test_without_the_lock_the_same_requests_assign_it_more_than_once(
     """The twin: the same server and the same checks and writes, in a plain transaction."""
     [complaint] = complaints_about(vendor, 1)
 
-    with serving("tests.unfenced", tmp_path) as port:
+    with unprotected("Complaint"), serving("tests.unfenced", tmp_path) as port:
         answers = assign_at_once(port, vendor, [complaint] * REQUESTS)
 
     assert outcomes(answers)["assigned"] == complaint.assignments.count() > 1

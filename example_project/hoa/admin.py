@@ -1,6 +1,9 @@
-"""Everything can be looked at. A complaint is saved under its lock, as the views do."""
+"""Everything can be looked at. What the database protects is saved under its lock."""
+
+from typing import Any
 
 from django.contrib import admin
+from django.http import HttpRequest
 
 from django_fencing.admin import FencedResourceAdmin
 from hoa.models import (
@@ -24,9 +27,12 @@ class UnitAdmin(admin.ModelAdmin):
 
 
 @admin.register(MonthlyChargeRun)
-class MonthlyChargeRunAdmin(admin.ModelAdmin):
+class MonthlyChargeRunAdmin(FencedResourceAdmin):
     list_display = ("organization", "month", "total", "token", "created_at")
     readonly_fields = ("token",)
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False  # the balances would stay raised
 
 
 @admin.register(Charge)

@@ -11,14 +11,17 @@ from django.db.models import F
 
 from django_fencing.decorators import with_fenced_lock
 from django_fencing.leases import Lease
+from django_fencing.once import once, once_result
 from hoa.meters import read_meters
 from hoa.models import Charge, MonthlyChargeRun, Organization, Unit
 
 logger = logging.getLogger(__name__)
-_DETAILS = "organization=%(organization)d month=%(month)s token=%(token)d"
 
 # There may be no run yet, so there is no row to lock.
 LOCK = "monthly-charges:{organization}"
+
+# What is done once. It names the operation, and neither the token nor the day.
+WORK = "monthly-charges:{organization}:{month}"
 
 WATER_PRICE = Decimal("2.50")  # per cubic metre
 
@@ -53,24 +56,34 @@ def lock_name(organization: Organization) -> str:
     return LOCK.format(organization=organization.pk)
 
 
+def work_key(organization: Organization, month: date) -> str:
+    """Return the key under which the month is charged once, whoever does it."""
+    return WORK.format(organization=organization.pk, month=f"{month:%Y-%m}")
+
+
 def charge_month(organization: Organization, month: date, lease: Lease) -> Result:
     """Charge under a lease that has registered, as with_fenced_lock() sees to."""
     month = month.replace(day=1)
-    # One check is enough: since the lease registered, an older holder cannot commit, and as soon
-    # as a newer one registers, the fenced transaction below is refused.
-    if run := MonthlyChargeRun.objects.filter(organization=organization, month=month).first():
+    key = work_key(organization, month)
+    # Who comes late need not ask the meters. What counts is once(), in the transaction.
+    done = once_result(key)
+    if done is None:
+        amounts = amounts_due(organization, month, lease.token)
+        with lease.atomic():
+            done = once(key, write_run, organization, month, amounts, lease.token)
+    run = MonthlyChargeRun.objects.get(pk=done["run"])
+    if run.token != lease.token:
         return Result(outcome=Outcome.ALREADY_RUN, run=run)
+    tell("month_charged", organization, month, lease.token)
+    return Result(outcome=Outcome.CHARGED, run=run)
 
-    details = {"organization": organization.pk, "month": f"{month:%Y-%m}", "token": lease.token}
-    logger.info(f"month_not_run {_DETAILS}", details)
+
+def amounts_due(organization: Organization, month: date, token: int) -> dict[Unit, Decimal]:
+    """Ask the meters, and return what each unit has to pay."""
+    tell("month_not_run", organization, month, token)
     units = list(organization.units.order_by("pk"))
     readings = read_meters([unit.label for unit in units], month)
-    amounts = {unit: amount_due(unit, readings) for unit in units}
-
-    with lease.atomic():
-        run = write_run(organization, month, amounts, lease.token)
-    logger.info(f"month_charged {_DETAILS}", details)
-    return Result(outcome=Outcome.CHARGED, run=run)
+    return {unit: amount_due(unit, readings) for unit in units}
 
 
 def amount_due(unit: Unit, readings: Mapping[str, Decimal]) -> Decimal:
@@ -80,8 +93,8 @@ def amount_due(unit: Unit, readings: Mapping[str, Decimal]) -> Decimal:
 
 def write_run(
     organization: Organization, month: date, amounts: Mapping[Unit, Decimal], token: int
-) -> MonthlyChargeRun:
-    """Write the run, its charges and the new balances."""
+) -> dict[str, int]:
+    """Write the run, its charges and the new balances; return the run's key."""
     total = sum(amounts.values(), Decimal(0))
     run = MonthlyChargeRun.objects.create(
         organization=organization, month=month, total=total, token=token
@@ -91,4 +104,9 @@ def write_run(
     )
     for unit, amount in amounts.items():
         Unit.objects.filter(pk=unit.pk).update(balance=F("balance") + amount)
-    return run
+    return {"run": run.pk}
+
+
+def tell(event: str, organization: Organization, month: date, token: int) -> None:
+    details = {"organization": organization.pk, "month": f"{month:%Y-%m}", "token": token}
+    logger.info(f"{event} organization=%(organization)d month=%(month)s token=%(token)d", details)

@@ -26,15 +26,15 @@ class Unit(models.Model):
         return f"{self.label}, {self.organization}"
 
 
-class MonthlyChargeRun(models.Model):
+class MonthlyChargeRun(FencedResource):
     """
-    One month of one organization, charged.
+    One month of one organization, charged. It is written under its own lease only, from then on.
 
     It has no unique constraint, although it should have one in production: it would hide the
     double charge that the demo shows. The README tells why it would not be enough.
     """
 
-    organization = models.ForeignKey(Organization, on_delete=models.CASCADE, related_name="runs")
+    organization = models.ForeignKey(Organization, on_delete=models.PROTECT, related_name="runs")
     month = models.DateField(help_text="Its first day.")
     total = models.DecimalField(max_digits=12, decimal_places=2)
     token = models.BigIntegerField(default=0, help_text=WRITTEN_BY)
@@ -87,14 +87,14 @@ class VendorContract(models.Model):
 
 
 class Complaint(FencedResource):
-    """A complaint; its row carries its fence."""
+    """A complaint; its row carries its fence, and is written under its lease only."""
 
     class Status(models.TextChoices):
         OPEN = "open"
         ASSIGNED = "assigned"
 
     organization = models.ForeignKey(
-        Organization, on_delete=models.CASCADE, related_name="complaints"
+        Organization, on_delete=models.PROTECT, related_name="complaints"
     )
     text = models.TextField()
     status = models.CharField(max_length=20, choices=Status, default=Status.OPEN)

@@ -11,31 +11,29 @@ from django.core.cache import cache
 from django.db import transaction
 from django_redis import get_redis_connection
 
-from django_fencing.leases import Lease
-from django_fencing.locks import fenced_lock
-from django_fencing.models import Fence
+from django_fencing.locks import fenced_atomic, fenced_lock
+from django_fencing.models import Fence, FenceEvent, OnceRecord
 from django_fencing.resources import resolve
-from hoa.charges import Result, charge_month, lock_name
-from hoa.models import LastWrittenToken, Organization
+from hoa.charges import (
+    Outcome,
+    Result,
+    amounts_due,
+    charge_month,
+    lock_name,
+    tell,
+    write_run,
+)
+from hoa.models import LastWrittenToken, MonthlyChargeRun, Organization
 
 
 class RefusedByToken(Exception):
     """The textbook rule has refused a write."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnsafeLease:
-    """What charge_month() needs of a lease, with none of its promises."""
-
-    token: int
-    atomic: Callable[[], AbstractContextManager[Any]]
-
-
 def charge_with_plain_lock(organization: Organization, month: date, *, ttl: float) -> Result:
     """NOT what to do: the lock runs out, and the write does not notice."""
     with cast("Any", cache).lock(unsafe_name(organization), timeout=ttl, blocking=False):
-        unsafe = UnsafeLease(token=0, atomic=transaction.atomic)
-        return charge_month(organization, month, cast("Lease", unsafe))
+        return look_ask_and_write(organization, month, 0, transaction.atomic)
 
 
 def charge_with_textbook_token(organization: Organization, month: date, *, ttl: float) -> Result:
@@ -52,14 +50,29 @@ def charge_with_textbook_token(organization: Organization, month: date, *, ttl: 
                     raise RefusedByToken(f"Token {token} is not above the last one written.")
                 yield
 
-        unsafe = UnsafeLease(token=token, atomic=compare_and_write)
-        return charge_month(organization, month, cast("Lease", unsafe))
+        return look_ask_and_write(organization, month, token, compare_and_write)
 
 
 def charge_with_fence(organization: Organization, month: date, *, ttl: float) -> Result:
     """Do as generate_monthly_charges() does, with a lease of this length."""
     with fenced_lock(lock_name(organization), ttl=ttl) as lease:
         return charge_month(organization, month, lease)
+
+
+def look_ask_and_write(
+    organization: Organization,
+    month: date,
+    token: int,
+    atomic: Callable[[], AbstractContextManager[Any]],
+) -> Result:
+    """Do the same reads and writes as charge_month(), and trust the lock."""
+    if run := organization.runs.filter(month=month).first():
+        return Result(outcome=Outcome.ALREADY_RUN, run=run)
+    amounts = amounts_due(organization, month, token)
+    with atomic():
+        written = write_run(organization, month, amounts, token)
+    tell("month_charged", organization, month, token)
+    return Result(outcome=Outcome.CHARGED, run=MonthlyChargeRun.objects.get(pk=written["run"]))
 
 
 def unsafe_name(organization: Organization) -> str:
@@ -74,7 +87,18 @@ def forget(organization: Organization) -> None:
     """Remove what the guards keep about an organization that nobody will ever lock again."""
     resource = resolve(lock_name(organization))
     Fence.objects.filter(pk=resource.pk).delete()
+    OnceRecord.objects.filter(resource=resource.name).delete()
+    FenceEvent.objects.filter(namespace=settings.FENCING["NAMESPACE"]).delete()
     get_redis_connection().delete(resource.keys.token, textbook_counter(organization))
+
+
+def remove(organization: Organization) -> None:
+    """Delete an organization with its runs, which the database protects."""
+    for run in organization.runs.all():
+        with fenced_atomic(run) as protected:
+            protected.delete()
+        get_redis_connection().delete(resolve(run).keys.token)
+    organization.delete()
 
 
 class Charge(Protocol):

@@ -10,7 +10,7 @@ from django.conf import settings
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from hoa.demo.guards import VARIANTS, forget
+from hoa.demo.guards import VARIANTS, forget, remove
 from hoa.demo.replicas import Unexpected
 from hoa.demo.scenario import play
 from hoa.demo.verdict import Observed
@@ -87,4 +87,4 @@ def organization_of_its_own(variant: str) -> Iterator[Organization]:
         yield organization
     finally:
         forget(organization)
-        organization.delete()
+        remove(organization)
