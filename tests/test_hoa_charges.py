@@ -14,14 +14,30 @@ from config.settings import seconds_from
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
 from django.db import DatabaseError
-from hoa.charges import Outcome, generate_monthly_charges, lock_name
+from django.db.models import ProtectedError
+from hoa.charges import (
+    Outcome,
+    amounts_due,
+    charge_month,
+    generate_monthly_charges,
+    lock_name,
+    work_key,
+    write_run,
+)
 from hoa.demo.guards import VARIANTS
 from hoa.meters import MeterService, MetersUnavailable, read_meters, reading
 from hoa.models import Charge, MonthlyChargeRun, Organization
 from hoa.samples import sample_organization
 
-from django_fencing.exceptions import LeaseLost, LockHeld, StaleToken, StoreUnavailable
-from django_fencing.locks import fenced_lock
+from django_fencing.exceptions import (
+    LeaseLost,
+    LockHeld,
+    StaleToken,
+    StoreUnavailable,
+    UnfencedWrite,
+)
+from django_fencing.locks import fenced_atomic, fenced_lock
+from django_fencing.once import once
 from tests.helpers import SECONDS, in_background, in_threads
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -191,6 +207,73 @@ def test_a_paused_replica_cannot_charge_after_its_successor_has_ended(
     assert isinstance(paused.exception(), StaleToken)
     assert successor.outcome is Outcome.CHARGED
     assert times_charged(organization) == 1
+
+
+def test_a_late_second_run_gets_the_result_of_the_first(
+    organization: Organization, meters: MeterService
+) -> None:
+    """Also by another way than the lock of charges, as from a script: once() alone decides."""
+    first = generate_monthly_charges(organization, MONTH)
+    with fenced_lock("some script") as lease:
+        late = charge_month(organization, MONTH, lease)
+        with lease.atomic():
+            latest = once(work_key(organization, MONTH), pytest.fail)
+
+    assert (late.outcome, late.run) == (Outcome.ALREADY_RUN, first.run)
+    assert latest["run"] == first.run.pk
+    assert times_charged(organization) == 1
+
+
+def test_without_once_a_late_second_run_charges_again(
+    organization: Organization, meters: MeterService
+) -> None:
+    """The twin: the same writes under the same lock, whose fence accepts both."""
+    for _ in range(2):
+        with fenced_lock(lock_name(organization)) as lease:
+            amounts = amounts_due(organization, MONTH, lease.token)
+            with lease.atomic():
+                write_run(organization, MONTH, amounts, lease.token)
+
+    assert times_charged(organization) == 2
+
+
+def test_two_locks_do_not_charge_a_month_twice(
+    organization: Organization, held_meters: MeterService
+) -> None:
+    """Both have found it not charged, and neither is overtaken: the second gets the first's run."""
+
+    def charge(name: str) -> Any:
+        with fenced_lock(name) as lease:
+            return charge_month(organization, MONTH, lease)
+
+    with in_background(lambda: charge("a script")) as first:
+        held_meters.arrived(1)
+        with in_background(lambda: charge("another script")) as second:
+            held_meters.arrived(2)
+            held_meters.let_go(1)
+            held_meters.let_go(2)
+
+    outcomes = {first.result().outcome, second.result().outcome}
+    assert outcomes == {Outcome.CHARGED, Outcome.ALREADY_RUN}
+    assert first.result().run == second.result().run
+    assert times_charged(organization) == 1
+
+
+def test_a_run_is_written_under_its_own_lease_only(
+    organization: Organization, meters: MeterService
+) -> None:
+    """The table is protected, and so is its organization."""
+    run = generate_monthly_charges(organization, MONTH).run
+
+    with pytest.raises(UnfencedWrite):
+        MonthlyChargeRun.objects.filter(pk=run.pk).update(total=0)
+    with pytest.raises(ProtectedError):
+        organization.delete()
+    with fenced_atomic(run) as locked:
+        locked.total = 0
+        locked.save()
+
+    assert organization.runs.get().total == 0
 
 
 def test_the_command_says_in_one_line_what_it_came_to(

@@ -105,15 +105,16 @@ def test_the_code_of_the_readme_runs(job: Job) -> None:
     namespace["charge"].run(7)
     namespace["close"](Job.objects.get())
 
-    assert len(blocks) == 7
+    assert len(blocks) == 9
     assert json.loads(answer.content) == {"token": 3}
+    assert namespace["result"] == namespace["charge_month"](7, "2026-11") == {"charged": 3}
     assert not Job.objects.exists()
 
 
 def test_the_readme_names_every_system_check() -> None:
     """And none that does not exist."""
     package = ROOT / "django_fencing"
-    code = (package / "checks.py").read_text() + (package / "admin.py").read_text()
+    code = (package / "checks.py").read_text() + (package / "resource_admin.py").read_text()
 
     named = re.findall(r"^\| `(django_fencing\.[EW]\d+)` \|", README, re.MULTILINE)
 

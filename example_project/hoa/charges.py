@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from enum import StrEnum
+from typing import Any
 
 from django.db.models import F
 
@@ -70,12 +71,20 @@ def charge_month(organization: Organization, month: date, lease: Lease) -> Resul
     if done is None:
         amounts = amounts_due(organization, month, lease.token)
         with lease.atomic():
-            done = once(key, write_run, organization, month, amounts, lease.token)
+            done = once(key, charged_under, lease, organization, month, amounts)
     run = MonthlyChargeRun.objects.get(pk=done["run"])
-    if run.token != lease.token:
+    if done["holder"] != str(lease.holder.id):
         return Result(outcome=Outcome.ALREADY_RUN, run=run)
     tell("month_charged", organization, month, lease.token)
     return Result(outcome=Outcome.CHARGED, run=run)
+
+
+def charged_under(
+    lease: Lease, organization: Organization, month: date, amounts: Mapping[Unit, Decimal]
+) -> dict[str, Any]:
+    """Charge, and return what every later call gets as well."""
+    run = write_run(organization, month, amounts, lease.token)
+    return {"run": run.pk, "holder": str(lease.holder.id)}
 
 
 def amounts_due(organization: Organization, month: date, token: int) -> dict[Unit, Decimal]:
@@ -93,8 +102,8 @@ def amount_due(unit: Unit, readings: Mapping[str, Decimal]) -> Decimal:
 
 def write_run(
     organization: Organization, month: date, amounts: Mapping[Unit, Decimal], token: int
-) -> dict[str, int]:
-    """Write the run, its charges and the new balances; return the run's key."""
+) -> MonthlyChargeRun:
+    """Write the run, its charges and the new balances."""
     total = sum(amounts.values(), Decimal(0))
     run = MonthlyChargeRun.objects.create(
         organization=organization, month=month, total=total, token=token
@@ -104,7 +113,7 @@ def write_run(
     )
     for unit, amount in amounts.items():
         Unit.objects.filter(pk=unit.pk).update(balance=F("balance") + amount)
-    return {"run": run.pk}
+    return run
 
 
 def tell(event: str, organization: Organization, month: date, token: int) -> None:

@@ -23,7 +23,7 @@ from hoa.charges import (
     tell,
     write_run,
 )
-from hoa.models import LastWrittenToken, MonthlyChargeRun, Organization
+from hoa.models import LastWrittenToken, Organization
 
 
 class RefusedByToken(Exception):
@@ -70,9 +70,9 @@ def look_ask_and_write(
         return Result(outcome=Outcome.ALREADY_RUN, run=run)
     amounts = amounts_due(organization, month, token)
     with atomic():
-        written = write_run(organization, month, amounts, token)
+        run = write_run(organization, month, amounts, token)
     tell("month_charged", organization, month, token)
-    return Result(outcome=Outcome.CHARGED, run=MonthlyChargeRun.objects.get(pk=written["run"]))
+    return Result(outcome=Outcome.CHARGED, run=run)
 
 
 def unsafe_name(organization: Organization) -> str:
