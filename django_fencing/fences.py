@@ -1,15 +1,16 @@
 """Register and check: all that is ever asked of a fence."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import Q, QuerySet
+from django.db.models import Max, Q, QuerySet
+from django.db.models.functions import Now
 
 from django_fencing import postgresql
 from django_fencing.exceptions import NoSuchRow, StaleToken
-from django_fencing.models import Fence, FencedResource
+from django_fencing.models import Fence, FencedResource, FenceFloor
 from django_fencing.resources import Resource
 
 
@@ -100,9 +101,17 @@ def reached(resource: Resource) -> int:
     """Return the token that the fence has reached. Raise NoSuchRow if it has none."""
     if found := _read(resource):
         return found.token
+    if resource.model is Fence:
+        return pruned(resource.alias)
     raise NoSuchRow(
         f"{resource.name!r} has no row in database {resource.alias!r}.", resource=resource.name
     )
+
+
+def pruned(alias: str) -> int:
+    """Return the highest token of the named fences that were pruned, 0 if there was none."""
+    found = FenceFloor.objects.using(alias).aggregate(highest=Max("token"))
+    return found["highest"] or 0
 
 
 def registers_alone(alias: str) -> bool:
@@ -149,12 +158,15 @@ def _update(resource: Resource, mine: Registration, granted: int) -> bool:
     fences: QuerySet[FencedResource] = QuerySet(resource.model, using=resource.alias)
     earlier = Q(last_fence_holder=mine.holder, last_fence_token__lte=mine.token)
     movable = fences.filter(Q(last_fence_token__lt=granted) | earlier, pk=resource.pk)
-    values = {"last_fence_token": mine.token, "last_fence_holder": mine.holder}
+    values: dict[str, Any] = {"last_fence_token": mine.token, "last_fence_holder": mine.holder}
+    if resource.model is Fence:
+        values["registered_at"] = Now()
     if movable.update(**values):
         return True
     if resource.model is not Fence:
         return False
-    fences.bulk_create([Fence(name=resource.pk)], ignore_conflicts=True)
+    new = Fence(name=resource.pk, last_fence_token=pruned(resource.alias))
+    fences.bulk_create([new], ignore_conflicts=True)
     return bool(movable.update(**values))
 
 

@@ -139,12 +139,28 @@ class Fence(FencedResource):
     """The fence of a named resource."""
 
     name = NameField(max_length=255, primary_key=True)
+    registered_at = models.DateTimeField(
+        null=True, editable=False, db_index=True, help_text="When a lease has registered last."
+    )
 
     class Meta:
         verbose_name_plural = "fence tokens"
+        permissions = (("force_release", "Can force the release of leases"),)
 
     def __str__(self) -> str:
         return str(self.name)
+
+
+class FenceFloor(models.Model):
+    """One row: the highest token of the named fences that were pruned. New ones begin above it."""
+
+    token = models.BigIntegerField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return str(self.token)
 
 
 class OnceRecord(models.Model):
@@ -172,12 +188,14 @@ class FenceEvent(models.Model):
         REFUSED = "refused", "token refused"
         LOST = "lost", "lease lost"
         HEALED = "healed", "counter healed"
+        FORCED = "forced", "release forced"
 
     kind = models.CharField(max_length=20, choices=Kind)
     namespace = models.TextField(blank=True, help_text="The tenant.")
     resource = models.TextField()
     token = models.BigIntegerField(null=True)
     holder = models.UUIDField(null=True, help_text="Of the lease that this happened to.")
+    user = models.TextField(blank=True, help_text="Who has done it, if it was a person.")
     message = models.TextField()
     created_at = models.DateTimeField(db_index=True)
 

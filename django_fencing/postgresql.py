@@ -5,7 +5,7 @@ import functools
 from django.db import OperationalError, connections
 from django.db.models import Func, QuerySet, TextField, Value
 
-from django_fencing.models import Fence, FencedResource
+from django_fencing.models import Fence, FencedResource, FenceFloor
 
 # https://www.postgresql.org/docs/current/errcodes-appendix.html
 LOCK_NOT_AVAILABLE = "55P03"
@@ -40,9 +40,12 @@ _UPDATE = """
 """
 
 _UPSERT = """
-    INSERT INTO {table} ({pk}, {token}, {holder})
-    SELECT %(pk)s, %(token)s, %(holder)s FROM "fencing guard"
-    ON CONFLICT ({pk}) DO UPDATE SET {token} = EXCLUDED.{token}, {holder} = EXCLUDED.{holder}
+    INSERT INTO {table} ({pk}, {token}, {holder}, {registered_at})
+    SELECT %(pk)s::varchar, %(token)s, %(holder)s, statement_timestamp() FROM "fencing guard"
+    WHERE EXISTS (SELECT FROM {table} WHERE {pk} = %(pk)s::varchar)
+        OR %(token)s > COALESCE((SELECT max(token) FROM {floor}), 0)
+    ON CONFLICT ({pk}) DO UPDATE SET {token} = EXCLUDED.{token}, {holder} = EXCLUDED.{holder},
+        {registered_at} = EXCLUDED.{registered_at}
     WHERE {table}.{token} < %(granted)s
         OR ({table}.{holder} = %(holder)s AND {table}.{token} <= %(token)s)
 """
@@ -74,6 +77,8 @@ def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
         pk=quoted(str(options.pk.column)),
         token=quoted(str(options.get_field("last_fence_token").column)),
         holder=quoted(str(options.get_field("last_fence_holder").column)),
+        registered_at=quoted("registered_at"),
+        floor=quoted(FenceFloor._meta.db_table),
     )
     return _MOVE.format(
         condition=_ALONE if alone else _INSIDE,

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 from django.db.transaction import TransactionManagementError
-from django.http import JsonResponse, HttpResponse
+from django.http import HttpResponse, JsonResponse
 from django.test import RequestFactory
 
 from django_fencing.decorators import with_fenced_lock
 from django_fencing.exceptions import OnceMismatch
-from django_fencing.locks import fenced_atomic, fenced_lock
-from django_fencing.models import OnceRecord
+from django_fencing.locks import fenced_atomic
 from django_fencing.once import once, once_result
 from tests.helpers import committing
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from django.apps import apps
-from django.core.management import call_command
-from django.db import DatabaseError, connections, models, transaction
+from django.db import connections, transaction
 from django.db.migrations.state import ProjectState
 
 from django_fencing.exceptions import StaleToken, UnfencedWrite
@@ -16,7 +15,7 @@ from django_fencing.locks import fenced_atomic, fenced_lock
 from django_fencing.models import Fence
 from django_fencing.operations import ProtectFence
 from tests.helpers import committing, statements, taken_over
-from tests.shop.models import Code, Document, Entry, Job, Numbered, Owned, UrgentJob, VeryUrgentJob
+from tests.shop.models import Code, Document, Job, Numbered, Owned, UrgentJob, VeryUrgentJob
 
 pytestmark = committing("default", "sqlite")
 
@@ -92,7 +91,7 @@ WAYS = ["update", "raw SQL", "bulk_update", "upsert", "the holder alone"]
 
 @pytest.mark.parametrize("lower", LOWERING, ids=WAYS)
 def test_no_path_lowers_a_protected_fence(alias: str, lower: Callable[[Any], Any]) -> None:
-    """The fence stays, and the error is StaleToken; without the guard the very same goes through."""
+    """The fence stays, and the error is StaleToken; without the guard the same goes through."""
     job = Job.objects.using(alias).create()
     rows = Job.objects.using(alias).filter(pk=job.pk)
     holder = uuid.uuid4()
