@@ -9,7 +9,7 @@ from django_fencing.exceptions import NoSuchRow
 
 class FencingMiddleware(MiddlewareMixin):
     """
-    Answers LockHeld and LeaseLost by 409 and StoreUnavailable by 503, as a decorated view does.
+    Answers LockHeld and LeaseLost by 409, OnceMismatch by 422 and StoreUnavailable by 503.
 
     It needs no other middleware, and may stand anywhere in MIDDLEWARE.
     """

@@ -1,8 +1,10 @@
 """once: work whose result is kept by the transaction that did it, so that it is not done again."""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable
+from datetime import datetime, time
 from typing import Any
 
 from django.core.serializers.json import DjangoJSONEncoder
@@ -41,18 +43,24 @@ def once(key: str, func: Callable[..., Any], *args: Any, payload: Any = None) ->
     that is no text, TypeError for a payload or a result that JSON cannot express.
     """
     key = checked(key, "The key of once()")
-    fingerprint = _fingerprint(payload)
     lease = flow.fencing()
     if lease is None:
         raise TransactionManagementError(
             f"once({key!r}) works in a fenced transaction only: call it in lease.atomic() or "
             f"fenced_atomic(), or give with_fenced_lock() the key."
         )
+    return once_under(lease, key, lambda: func(*args), payload)
+
+
+def once_under(lease: Lease, key: str, work: Callable[[], Any], payload: Any) -> Any:
+    """Do as once() in the fenced transaction of this lease."""
+    key = checked(key, "The key of once()")
+    fingerprint = _fingerprint(payload)
     for _ in range(_TRIES):
-        with transaction.atomic(using=lease.place[0]):
+        with lease.atomic():  # a savepoint, which puts the row back as it was
             record = _claimed(key, fingerprint, lease)
             if record is not None:
-                return _run(record, func, args)
+                return _run(record, key, work)
             if found := _rows(key, lease.place[0]).first():
                 return _replayed(key, fingerprint, lease, found)
     raise TransactionManagementError(f"The record of {key!r} comes and goes: try again.")
@@ -94,13 +102,20 @@ def _claimed(key: str, fingerprint: str, lease: Lease) -> OnceRecord | None:
         return record if cursor.rowcount == 1 else None
 
 
-def _run(record: OnceRecord, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    result = _json(func(*args), f"The result of {getattr(func, '__qualname__', func)}")
-    OnceRecord.objects.using(record._state.db).filter(pk=record.pk).update(result=result)
+def _run(record: OnceRecord, key: str, work: Callable[[], Any]) -> Any:
+    found = work()
+    if inspect.iscoroutine(found):
+        found.close()
+    result = _json(found, f"The result of {key!r}")
+    alias = record._state.db
+    if not transaction.get_rollback(using=alias):  # else nothing has been done
+        OnceRecord.objects.using(alias).filter(pk=record.pk).update(result=result)
     return json.loads(result)
 
 
 def _replayed(key: str, fingerprint: str, lease: Lease, found: OnceRecord) -> Any:
+    if not found.result:  # others cannot see it yet
+        raise TransactionManagementError(f"once({key!r}) is called by its own work.")
     if found.fingerprint != fingerprint:
         raise OnceMismatch(
             f"{key!r} was done under token {found.token} of {found.resource!r} with another "
@@ -109,8 +124,6 @@ def _replayed(key: str, fingerprint: str, lease: Lease, found: OnceRecord) -> An
             key=key,
             token=found.token,
         )
-    if not found.result:  # others cannot see it yet
-        raise TransactionManagementError(f"once({key!r}) is called by its own work.")
     line = {"key": key, "token": lease.token, "done_under": found.token}
     once_replayed.announce(lease._resource, line, lease=lease, key=key)
     return json.loads(found.result)
@@ -128,6 +141,13 @@ def _fingerprint(payload: Any) -> str:
 
 def _json(value: Any, what: str, **options: Any) -> str:
     try:
-        return json.dumps(value, cls=DjangoJSONEncoder, allow_nan=False, **options)
-    except (TypeError, ValueError) as error:
+        return json.dumps(value, cls=_Encoder, allow_nan=False, **options)
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"{what} cannot be written as JSON: {error}") from error
+
+
+class _Encoder(DjangoJSONEncoder):
+    """Writes what Django's does, and all digits of a moment."""
+
+    def default(self, o: Any) -> Any:
+        return o.isoformat() if isinstance(o, datetime | time) else super().default(o)

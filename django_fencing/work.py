@@ -20,7 +20,7 @@ from django_fencing.http import OwnTransactions, ViewCall, request_of
 from django_fencing.leases import Lease
 from django_fencing.locks import FencedLock
 from django_fencing.names import checked
-from django_fencing.once import once
+from django_fencing.once import once_under
 from django_fencing.resources import ResourceLike
 from django_fencing.timing import Duration
 
@@ -101,26 +101,26 @@ class Work:
             except NoSuchRow as error:
                 raise call.missing(error) from error
             return call.run(
-                lambda: done_once(lambda: self._body(lease, args, kwargs, cancelled)), lease
+                lambda: done_once(lease, lambda: self._body(lease, args, kwargs, cancelled)), lease
             )
 
     def _once(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[Callable[[], Any]], Any]:
+    ) -> Callable[[Lease, Callable[[], Any]], Any]:
         """Return what runs the body of this call, at most once if the work has a key."""
         if self.key_of is None:
-            return lambda body: body()
+            return lambda lease, body: body()
         key = checked(self.key_of(*args, **kwargs), f"The key of {self.label}")
         payload = self.payload_of(*args, **kwargs) if self.payload_of else call.payload()
 
-        def done_once(body: Callable[[], Any]) -> Any:
+        def done_once(lease: Lease, body: Callable[[], Any]) -> Any:
             fresh: list[Any] = []
 
             def work() -> Any:
                 fresh.append(body())
                 return call.kept(fresh[0])
 
-            kept = once(key, work, payload=payload)
+            kept = once_under(lease, key, work, payload)
             return call.fresh(fresh[0], kept) if fresh else call.replayed(kept, key)
 
         return done_once
