@@ -31,6 +31,12 @@ def name() -> str:
 
 
 @pytest.fixture
+def key() -> str:
+    """Return the key of work that nobody else does."""
+    return f"key:{uuid.uuid4().hex}"
+
+
+@pytest.fixture
 def client() -> Iterator[Any]:
     """Yield a client of the Redis that all tests share: never flush it."""
     with redis.Redis.from_url(os.environ["REDIS_URL"], decode_responses=True) as client:

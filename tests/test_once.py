@@ -1,39 +1,28 @@
 """once: work is done once, and every later call gets its result."""
 
-import asyncio
 import json
 import logging
 import math
 import os
 import subprocess
 import sys
-import tempfile
 import textwrap
-import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from django.core.cache import cache
-from django.core.management.base import BaseCommand
 from django.db import (
     IntegrityError,
-    InterfaceError,
-    OperationalError,
     connection,
-    connections,
     transaction,
 )
-from django.db.models import F
 from django.db.transaction import TransactionManagementError
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
@@ -41,76 +30,28 @@ from django.utils import timezone
 
 from django_fencing.conf import conf
 from django_fencing.decorators import with_fenced_lock
-from django_fencing.exceptions import InvalidResource, LeaseLost, LockHeld, OnceMismatch, StaleToken
-from django_fencing.leases import Lease, current_lease
+from django_fencing.exceptions import InvalidResource, OnceMismatch
+from django_fencing.leases import current_lease
 from django_fencing.locks import fenced_atomic, fenced_lock
 from django_fencing.models import OnceRecord
-from django_fencing.names import slug
 from django_fencing.once import once, once_result
 from django_fencing.signals import once_replayed
 from tests.helpers import (
     SECONDS,
-    closing,
     committing,
     counted_calls,
-    expire,
     in_threads,
     keys_of,
-    started,
     statements,
-    taken_over,
-    wait_until,
-    waits_for_row,
 )
-from tests.proxy import Fault, proxied
-from tests.shop.models import Counter, Entry, Job, JobProxy
+from tests.shop.models import Counter, Job, JobProxy
+from tests.work import BAD_KEYS, NOTHING, do, fail, never, record_of, write, written
 
 ROOT = Path(__file__).parents[1]
 
 pytestmark = committing("default")
 
 everywhere = committing("default", "repeatable", "other", "sqlite")
-
-Pause = Callable[[], None]
-
-NOTHING = object()
-
-
-@pytest.fixture
-def key() -> str:
-    """Return the key of work that nobody else does."""
-    return f"key:{uuid.uuid4().hex}"
-
-
-def write(text: str = "done", alias: str = "default") -> Any:
-    """Have an effect, and return a result that says which one it was."""
-    Entry.objects.using(alias).create(text=text)
-    return {"text": text, "entries": Entry.objects.using(alias).count()}
-
-
-def written(alias: str = "default") -> list[str]:
-    """Return the effects, in order."""
-    return list(Entry.objects.using(alias).order_by("pk").values_list("text", flat=True))
-
-
-def never(*args: Any) -> Any:
-    pytest.fail("The work was done.")
-
-
-def fail(text: str = "failed") -> Any:
-    write(text)
-    raise KeyError(text)
-
-
-def do(resource: str, key: str, func: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Do work once, in a fenced transaction of its own."""
-    using = options.pop("using", None)
-    with fenced_atomic(resource, using=using, wait=SECONDS):
-        return once(key, func, *args, **options)
-
-
-def record_of(key: str, alias: str = "default") -> OnceRecord:
-    return OnceRecord.objects.using(alias).get(pk=slug(key, conf.namespace))
 
 
 # What is kept, and what comes back
@@ -376,9 +317,6 @@ def test_a_result_that_json_lacks_takes_the_work_back(name: str, key: str, value
 # Keys
 
 
-BAD_KEYS = ["", " \t", 7, None, b"key", "a\0b", "a\ud800"]
-
-
 @pytest.mark.parametrize("bad", BAD_KEYS, ids=ascii)
 def test_a_key_that_is_no_text_is_refused_before_anything_is_sent(name: str, bad: Any) -> None:
     """By what reads as well as by what does the work."""
@@ -611,569 +549,6 @@ def test_a_process_that_is_killed_has_done_all_or_nothing(
         assert (once_result(key) is not None) == done
         once(key, never if done else write)
     assert len(written()) == 1
-
-
-# At the same time
-
-
-@pytest.mark.parametrize("commits", [True, False])
-def test_two_leases_do_it_once(name: str, key: str, commits: bool) -> None:
-    """The second waits for the first one's transaction: for its result, or to do the work."""
-
-    def first(pause: Pause) -> Any:
-        with fenced_atomic(f"{name}:first"):
-            once(key, write, "first")
-            pause()
-            if not commits:
-                raise KeyError
-
-    with started(first) as a:
-        a.reach_pause()
-        with started(lambda _: do(f"{name}:second", key, write, "second")) as b:
-            wait_until(waits_for_row)
-            assert not b.stands
-            a.finish()
-            assert b.finish() == {"text": "first" if commits else "second", "entries": 1}
-
-    assert written() == ["first" if commits else "second"]
-
-
-def test_another_payload_at_the_same_time_is_refused(name: str, key: str) -> None:
-    """As soon as the first one has committed."""
-
-    def first(pause: Pause) -> Any:
-        with fenced_atomic(f"{name}:first"):
-            once(key, write, "first", payload=1)
-            pause()
-
-    with started(first) as a:
-        a.reach_pause()
-        with started(lambda _: do(f"{name}:second", key, never, payload=2)) as b:
-            wait_until(waits_for_row)
-            assert a.finish() is None
-            assert isinstance(b.finish(), OnceMismatch)
-
-
-def test_other_keys_wait_for_nobody(name: str, key: str) -> None:
-    """Under leases of their own."""
-
-    def first(pause: Pause) -> Any:
-        with fenced_atomic(f"{name}:first"):
-            once(key, write, "first")
-            pause()
-
-    with started(first) as a:
-        a.reach_pause()
-        assert in_threads(partial(do, f"{name}:second", f"{key}:2", write, "second"))
-        assert written() == ["second"]
-
-
-def race(function: Callable[[int], Any], rounds: int) -> list[list[Any]]:
-    """Call `function` in two threads at once, again and again, with the number of the round."""
-    barrier = threading.Barrier(2)
-
-    def attempt(number: int, which: int) -> Any:
-        barrier.wait(SECONDS)
-        try:
-            return function(2 * number + which)
-        except (LockHeld, OperationalError) as error:
-            return error
-
-    found = []
-    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
-        for number in range(rounds):
-            races = [first.submit(attempt, number, 0), second.submit(attempt, number, 1)]
-            found.append([race.result(SECONDS) for race in races])
-        for pool in (first, second):
-            pool.submit(closing, int).result(SECONDS)
-    return found
-
-
-def test_two_leases_race_a_hundred_times(name: str, key: str) -> None:
-    """One of them has the effect, and both get its result."""
-
-    def one(number: int) -> Any:
-        return do(f"{name}:{number % 2}", f"{key}:{number // 2}", write, str(number))["text"]
-
-    for number, results in enumerate(race(one, 100)):
-        assert results in ([str(2 * number)] * 2, [str(2 * number + 1)] * 2)
-    assert [int(text) // 2 for text in written()] == list(range(100))
-
-
-@committing("default", "repeatable")
-def test_two_leases_race_where_reads_are_repeatable(name: str, key: str) -> None:
-    """One has the effect. The other gets its result, or an error by which it may try again."""
-
-    def one(number: int) -> Any:
-        resource = f"{name}:{number % 2}"
-        return do(resource, f"{key}:{number // 2}", write, str(number), using="repeatable")
-
-    def write(text: str) -> Any:  # through the same connection
-        Entry.objects.using("repeatable").create(text=text)
-        return text
-
-    results = race(one, 50)
-
-    assert [int(text) // 2 for text in written()] == list(range(50))
-    for text, pair in zip(written(), results, strict=True):
-        others = [result for result in pair if result != text]
-        assert len(others) < 2
-        for error in others:
-            assert getattr(error.__cause__, "sqlstate", error) == "40001"
-
-
-@committing("default", "repeatable")
-def test_a_claim_that_cannot_be_read_is_an_error_to_try_again(name: str, key: str) -> None:
-    """Where the snapshot is older than the other one's commit."""
-
-    def first(pause: Pause) -> Any:
-        with fenced_atomic(f"{name}:first"):
-            once(key, write, "first")
-            pause()
-
-    second = partial(do, f"{name}:second", key, never, using="repeatable")
-    with started(first) as a:
-        a.reach_pause()
-        with started(lambda _: second()) as b:
-            wait_until(waits_for_row)
-            assert a.finish() is None
-            error = b.finish()
-
-    assert isinstance(error, OperationalError)
-    assert getattr(error.__cause__, "sqlstate", "") == "40001"
-    assert in_threads(second) == [{"text": "first", "entries": 1}]
-
-
-def raised(text: str, counter: Counter) -> Any:
-    """Raise the counter, and return the text."""
-    Counter.objects.filter(pk=counter.pk).update(value=F("value") + 1)
-    return text
-
-
-def value(counter: Counter) -> int:
-    counter.refresh_from_db()
-    return counter.value
-
-
-def test_ten_threads_do_it_once(name: str, key: str) -> None:
-    """All that wait for the lock get one result, although each has a lease of its own."""
-    counter = Counter.objects.create()
-    tokens = []
-
-    @with_fenced_lock(name, once=key, wait=SECONDS)
-    def work(number: int) -> Any:
-        tokens.append(current_lease().token)
-        return raised(f"by {number}", counter)
-
-    results = in_threads(*(partial(work, number) for number in range(10)))
-
-    assert (value(counter), len(set(results)), len(tokens)) == (1, 1, 1)
-    with fenced_lock(name) as lease:
-        assert lease.token == 11
-
-
-def test_without_a_key_a_later_holder_does_it_again(name: str) -> None:
-    """The twin: the fence accepts it, because its token is higher."""
-    counter = Counter.objects.create()
-    work = with_fenced_lock(name, wait=SECONDS)(lambda: raised("", counter))
-
-    work()
-    work()
-    in_threads(*[work] * 10)
-
-    assert value(counter) == 12
-
-
-def test_a_late_second_run_does_nothing(name: str, key: str) -> None:
-    """Of one period, while the next period is other work; a run that failed is made up for."""
-    counter = Counter.objects.create()
-    failing = True
-
-    @with_fenced_lock(name, once=key + ":{period}")
-    def nightly(period: str) -> Any:
-        raised("", counter)
-        if failing:
-            raise KeyError
-        return period
-
-    with pytest.raises(KeyError):
-        nightly("2026-11")
-    failing = False
-    assert [nightly("2026-11"), nightly("2026-11"), nightly("2026-12")] == [
-        "2026-11",
-        "2026-11",
-        "2026-12",
-    ]
-    assert value(counter) == 2
-
-
-# Holders that were overtaken
-
-
-@pytest.mark.parametrize("register", [True, False])
-def test_a_stale_holder_leaves_no_record(name: str, key: str, client: Any, register: bool) -> None:
-    """Nor any work: its key is free for who has overtaken it."""
-    lock = fenced_lock(name, register=register)
-    stale = lock.acquire()
-    newer = taken_over(lock, client)
-    with newer.atomic():
-        pass
-
-    def late() -> None:
-        with stale.atomic():
-            once(key, never)
-
-    with pytest.raises(StaleToken if register else LeaseLost):
-        late()
-    assert once_result(key, NOTHING) is NOTHING
-    with newer.atomic():
-        assert once(key, write, "newer")["entries"] == 1
-    assert record_of(key).token == newer.token
-    newer.release()
-
-
-def test_a_holder_that_paused_in_its_transaction_is_waited_for(
-    name: str, key: str, client: Any
-) -> None:
-    """Its lease runs out, and who comes next gets its result: it cannot be overtaken there."""
-
-    def slow(pause: Pause) -> Any:
-        with fenced_atomic(name):
-            once(key, write, "slow")
-            pause()
-
-    with started(slow) as a:
-        a.reach_pause()
-        expire(client, name)
-        with started(lambda _: do(name, key, never)) as b:
-            wait_until(waits_for_row)
-            assert a.finish() is None
-            assert b.finish()["text"] == "slow"
-
-
-def test_a_record_that_is_kept_elsewhere_does_it_twice_or_never(name: str, key: str) -> None:
-    """The twin: a key in the cache says after the commit, or before it, what is not so."""
-
-    def work(crash: str) -> None:
-        if cache.get(key):
-            return
-        with fenced_atomic(name):
-            write(crash)
-            if crash == "before the commit":
-                cache.set(key, 1, 60)
-                raise KeyError
-        if crash == "after the commit":
-            raise KeyError
-        cache.set(key, 1, 60)
-
-    with suppress(KeyError):
-        work("after the commit")
-    work("again")
-    assert written() == ["after the commit", "again"]
-    cache.delete(key)
-    with suppress(KeyError):
-        work("before the commit")
-    work("never")
-    assert written() == ["after the commit", "again"]
-    cache.delete(key)
-
-
-# A COMMIT whose outcome nobody knows
-
-KILLED, UNSENT, UNANSWERED = "killed", Fault.REQUEST_LOST, Fault.REPLY_LOST
-BreakCommit = Callable[[Any], None]
-
-
-@pytest.fixture
-def breaking_commit(
-    transactional_db: None, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[BreakCommit]:
-    """Put a bad line before PostgreSQL, and return what lets the next COMMIT fail, in a world."""
-    settings = connection.settings_dict
-    if not settings["HOST"].startswith("/"):
-        pytest.skip("PostgreSQL has no Unix socket here.")
-    socket = f".s.PGSQL.{settings['PORT'] or 5432}"
-    plan: list[Fault] = []
-
-    def fault_of(request: bytes) -> Fault:
-        return plan.pop() if plan and b"COMMIT" in request else Fault.NONE
-
-    def break_next(world: Any) -> None:
-        if world is KILLED:
-            pid = connection.connection.info.backend_pid
-            with connections["repeatable"].cursor() as cursor:
-                cursor.execute("SELECT pg_terminate_backend(%s, 10000)", [pid])
-        else:
-            plan.append(world)
-
-    with (
-        tempfile.TemporaryDirectory(prefix="pg-") as folder,
-        proxied(f"{settings['HOST']}/{socket}", Path(folder, socket)) as proxy,
-    ):
-        proxy.fault_of = fault_of  # type: ignore[method-assign]
-        connection.close()
-        monkeypatch.setitem(settings, "HOST", folder)
-        yield break_next
-        assert not plan
-        connection.close()
-        monkeypatch.undo()
-
-
-def committed(counter: Counter) -> int:
-    """Return the value that is there, as another connection sees it."""
-    return Counter.objects.using("repeatable").get(pk=counter.pk).value
-
-
-def in_a_function(name: str, key: str, work: Callable[[], Any]) -> Any:
-    return with_fenced_lock(name, once=key)(work)()
-
-
-def in_a_transaction(name: str, key: str, work: Callable[[], Any]) -> Any:
-    with fenced_atomic(name):
-        return once(key, work)
-
-
-def in_a_lock(name: str, key: str, work: Callable[[], Any]) -> Any:
-    with fenced_lock(name) as lease, lease.atomic():
-        return once(key, work)
-
-
-def without_once(name: str, key: str, work: Callable[[], Any]) -> Any:
-    with fenced_atomic(name):
-        return work()
-
-
-@committing("default", "repeatable")
-@pytest.mark.parametrize("way", [in_a_function, in_a_transaction, in_a_lock, without_once])
-@pytest.mark.parametrize("world", [KILLED, UNSENT, UNANSWERED])
-def test_a_commit_of_unknown_outcome_is_tried_again(
-    name: str, key: str, breaking_commit: BreakCommit, way: Any, world: Any
-) -> None:
-    """It has one effect and one result in each world; without once(), two where it was done."""
-    counter = Counter.objects.create()
-    texts = iter(["first", "second"])
-    worlds = [world]
-
-    def work() -> Any:
-        result = raised(next(texts), counter)
-        if worlds:
-            breaking_commit(worlds.pop())
-        return result
-
-    with pytest.raises((OperationalError, InterfaceError)):
-        way(name, key, work)
-    done = world is UNANSWERED
-    assert committed(counter) == done
-
-    result = way(name, key, work)
-
-    twice = done and way is without_once
-    assert result == ("first" if done and not twice else "second")
-    assert value(counter) == committed(counter) == (2 if twice else 1)
-
-
-# Decorated functions
-
-
-@pytest.mark.parametrize(
-    "template",
-    [lambda key: key + ":{job}:{day}", lambda key: lambda day, job=7: f"{key}:{job}:{day}"],
-    ids=["text", "callable"],
-)
-def test_the_key_of_a_call_comes_from_its_arguments(name: str, key: str, template: Any) -> None:
-    """By a text with parameters, or by a callable. The result is as JSON makes it."""
-
-    @with_fenced_lock(name + ":{job}", once=template(key))
-    def work(day: date, job: int = 7) -> Any:
-        write(f"{job} on {day}")
-        return (job, day)
-
-    day = date(2026, 11, 30)
-    results = [work(day), work(day, 7), work(job="7", day=day), work(day, 8), work(day, 8)]
-
-    assert results == [[7, "2026-11-30"]] * 3 + [[8, "2026-11-30"]] * 2
-    assert written() == ["7 on 2026-11-30", "8 on 2026-11-30"]
-    assert once_result(f"{key}:8:2026-11-30") == [8, "2026-11-30"]
-
-
-def test_values_in_a_key_cannot_be_confused(name: str, key: str) -> None:
-    """They are encoded as in a name."""
-
-    @with_fenced_lock(name, once=key + ":{a}:{b}")
-    def work(a: str, b: str) -> Any:
-        return [a, b]
-
-    assert work("x:y", "z") == ["x:y", "z"]
-    assert work("x", "y:z") == ["x", "y:z"]
-
-
-def test_work_needs_one_transaction() -> None:
-    """A function that opens its own, or none, is refused at its decoration."""
-
-    def with_lease(*, lease: Lease) -> None: ...
-
-    for function, options in ((with_lease, {}), (never, {"atomic": False})):
-        with pytest.raises(TypeError, match="once="):
-            with_fenced_lock("name", once="key", **options)(function)
-    assert with_fenced_lock("name", once="key", atomic=True)(with_lease)
-
-
-def test_a_function_that_is_one_transaction_may_take_the_lease(name: str, key: str) -> None:
-    """With atomic=True."""
-
-    @with_fenced_lock(name, once=key, atomic=True)
-    def work(*, lease: Lease) -> int:
-        return lease.token
-
-    assert [work(), work()] == [1, 1]
-
-
-@pytest.mark.parametrize("template", ["{unknown}", "{n!r}", "{n", ""])
-def test_a_template_that_means_nothing_is_refused_at_the_decoration(template: str) -> None:
-    """With the words for a key."""
-    with pytest.raises(InvalidResource, match="key"):
-        with_fenced_lock("name", once=template)(lambda n: None)
-
-
-def test_what_is_no_key_or_payload_is_refused_at_the_decoration() -> None:
-    """Neither a number nor a class is a key, and a payload goes with a key."""
-    for options in (
-        {"once": 7},
-        {"once": str},
-        {"payload": never},
-        {"once": "key", "payload": {"a": 1}},
-    ):
-        with pytest.raises(TypeError, match="once"):
-            with_fenced_lock("name", **options)(never)
-
-
-@pytest.mark.parametrize("bad", BAD_KEYS, ids=ascii)
-def test_a_bad_key_of_a_call_costs_nothing(name: str, bad: Any) -> None:
-    """Nothing is sent to Redis or to the database."""
-    work = with_fenced_lock(name, once=lambda: bad)(never)
-
-    with counted_calls() as calls, statements() as sql, pytest.raises(InvalidResource):
-        work()
-    assert (calls, sql) == ([], [])
-
-
-def test_the_payload_of_a_call_comes_from_its_arguments(name: str, key: str) -> None:
-    """Without one, a key alone says which work it is."""
-
-    @with_fenced_lock(name, once=key, payload=lambda amount, note: {"amount": amount})
-    def work(amount: Decimal, note: str) -> Any:
-        return write(note)["text"]
-
-    assert work(Decimal(10), "first") == work(amount=Decimal(10), note="second") == "first"
-    with pytest.raises(OnceMismatch) as caught:
-        work(Decimal(99), "third")
-    assert (caught.value.key, caught.value.token) == (key, 1)
-
-    without = with_fenced_lock(name, once=f"{key}:2")(lambda amount: amount)
-    assert [without(10), without(99)] == [10, 10]
-
-
-def test_a_decorated_function_that_fails_has_not_been_done(name: str, key: str) -> None:
-    """Nor has one whose result JSON lacks."""
-    bodies = iter([fail, lambda: {write()["text"]}, lambda: write("third")])
-    work = with_fenced_lock(name, once=key)(lambda: next(bodies)())
-
-    for error in (KeyError, TypeError):
-        with pytest.raises(error):
-            work()
-    assert work()["entries"] == 1
-
-
-def test_a_function_that_is_entered_again_is_done_in_the_open_transaction(
-    name: str, key: str
-) -> None:
-    """It is rolled back with it."""
-    work = with_fenced_lock(name, once=key)(write)
-
-    with suppress(KeyError), fenced_atomic(name):
-        assert work("first")["entries"] == work("second")["entries"] == 1
-        raise KeyError
-    assert work("third") == {"text": "third", "entries": 1}
-
-
-def test_coroutine_functions_are_done_once(name: str, key: str) -> None:
-    """With the same words, and also those that fail."""
-
-    @with_fenced_lock(name, once=key + ":{number}", payload=lambda number, text: text, wait=SECONDS)
-    async def work(number: int, text: str) -> Any:
-        await Entry.objects.acreate(text=text)
-        if text == "failing":
-            raise KeyError
-        return (number, text)
-
-    async def main() -> Any:
-        with suppress(KeyError):
-            await work(1, "failing")
-        first = [await work(1, "first"), await work(1, "first")]
-        with pytest.raises(OnceMismatch):
-            await work(1, "second")
-        return [*first, *await asyncio.gather(*(work(2, "third") for _ in range(3)))]
-
-    assert asyncio.run(main()) == [[1, "first"]] * 2 + [[2, "third"]] * 3
-    assert written() == ["first", "third"]
-
-
-def run(body: Callable[[], Any], *words: str, **options: Any) -> tuple[int, str, str]:
-    """Run a command as from the command line; return its exit code, and what it says."""
-    out, err = StringIO(), StringIO()
-
-    class Command(BaseCommand):
-        requires_system_checks = ()
-
-        def add_arguments(self, parser: Any) -> None:
-            parser.add_argument("period")
-
-        @with_fenced_lock(**options)
-        def handle(self, *args: Any, **given: Any) -> Any:
-            return body()
-
-    code: Any = 0
-    try:
-        Command(stdout=out, stderr=err, no_color=True).run_from_argv(["manage.py", "run", *words])
-    except SystemExit as stop:
-        code = stop.code
-    return code, out.getvalue(), err.getvalue()
-
-
-def test_a_command_that_was_done_says_so_and_ends_with_zero(name: str, key: str) -> None:
-    """It does nothing. One that has failed is done by the next run."""
-    options: dict[str, Any] = {"resource": name, "once": key + ":{period}"}
-
-    with pytest.raises(KeyError):
-        run(fail, "2026-11", **options)
-    first = run(lambda: write("first")["text"], "2026-11", **options)
-    second = run(never, "2026-11", **options)
-    other = run(lambda: write("other")["text"], "2026-12", **options)
-
-    assert first == (0, "first\n", "")
-    assert second[0] == 0
-    assert second[2] == f"Skipped: '{key}:2026-11' was done before.\n"
-    assert other == (0, "other\n", "")
-    assert written() == ["first", "other"]
-
-
-def test_a_command_with_other_values_ends_with_65(name: str, key: str) -> None:
-    """In one line."""
-    options: dict[str, Any] = {
-        "resource": name,
-        "once": key,
-        "payload": lambda *args, **given: given["period"],
-    }
-    run(write_nothing, "2026-11", **options)
-
-    code, out, err = run(never, "2026-12", **options)
-
-    assert (code, out, err.count("\n")) == (65, "", 1)
-    assert err.startswith(f"CommandError: '{key}' was done under token 1 of '{name}'")
-
-
-def write_nothing() -> None:
-    """Have no effect, and no output."""
 
 
 # What it costs, and what is told
