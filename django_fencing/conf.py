@@ -1,6 +1,8 @@
 """The settings: `FENCING` in the project's settings, read at the moment of use."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -27,6 +29,20 @@ DEFAULTS: dict[str, Any] = {
 }
 
 _NOTHING: dict[str, Any] = {}
+
+
+# Whose leases an operator looks at, instead of NAMESPACE's.
+_tenant: ContextVar[str | None] = ContextVar("_tenant", default=None)
+
+
+@contextmanager
+def namespace(name: str | None) -> Iterator[None]:
+    """Let NAMESPACE be `name` during the block, unless that is None."""
+    before = _tenant.set(name)
+    try:
+        yield
+    finally:
+        _tenant.reset(before)
 
 
 class Conf:
@@ -87,7 +103,8 @@ class Conf:
     @property
     def namespace(self) -> str:
         """The tenant, read at each acquire: a text without dots, or what a callable returns."""
-        value = self._namespace_of()()
+        value = _tenant.get()
+        value = self._namespace_of()() if value is None else value
         if not isinstance(value, str):
             raise ImproperlyConfigured(f"FENCING['NAMESPACE'] must give a text, not {value!r}.")
         return value

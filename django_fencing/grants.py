@@ -47,6 +47,7 @@ class LeaseRecord:
     """A lease as the store shows it to people. What cannot be read is empty."""
 
     remaining: float | None  # seconds; None: it has no expiry, so this app has not written it
+    holder: str = ""  # what take_over() is told: the holder's id, or a digest of what is there
     token: int | None = None
     host: str = ""
     pid: str = ""

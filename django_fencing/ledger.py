@@ -55,6 +55,15 @@ def healed(resource: Resource, holder: Holder, proposed: int, reached: int, toke
         _note(FenceEvent.Kind.HEALED, resource, holder, token, message)
 
 
+def forced(
+    resource: Resource, holder: Holder, evicted: str, token: int, *, user: str, reason: str
+) -> None:
+    """Note that an operator has ended a lease; `holder` and `token` are the operator's."""
+    if _is_on():
+        message = f"{evicted} evicted by token {token}" + (f": {reason}" if reason else "")
+        _note(FenceEvent.Kind.FORCED, resource, holder, token, message, user)
+
+
 def flush() -> None:
     """Write what is pending, unless this thread is in a transaction. Raise nothing."""
     if not _pending:
@@ -81,7 +90,12 @@ def _is_on() -> bool:
 
 
 def _note(
-    kind: FenceEvent.Kind, resource: Resource, holder: Holder, token: int | None, message: str
+    kind: FenceEvent.Kind,
+    resource: Resource,
+    holder: Holder,
+    token: int | None,
+    message: str,
+    user: str = "",
 ) -> None:
     _pending.append(
         FenceEvent(
@@ -90,6 +104,7 @@ def _note(
             resource=resource.name,
             token=token,
             holder=holder.id,
+            user=user,
             message=message,
             created_at=datetime.now(UTC),
         )

@@ -19,7 +19,7 @@ from django_fencing.conf import conf
 from django_fencing.exceptions import InvalidResource, StoreUnavailable
 from django_fencing.grants import LeaseRecord
 from django_fencing.models import Fence, FencedResource, fence_model
-from django_fencing.names import encoded, read_slug
+from django_fencing.names import Keys, encoded, namespace_of, read_slug
 from django_fencing.resources import Resource, of_fence, resolve
 from django_fencing.stores.base import Listed, Look, get_store
 
@@ -28,9 +28,12 @@ PER_PAGE = 25
 # What lapsed longer ago stays in the store until it is trimmed, and is of no interest.
 _LAPSED_SINCE = timedelta(hours=1)
 
-# Seconds that each step waits for the store.
+# Seconds that each step waits for the store, on the page and elsewhere.
 _PATIENCE = 0.5
+_PATIENCE_OF_ALL = 2.0
 
+# So many leases are looked at in one round trip.
+_AT_ONCE = 500
 
 # Of the key in a lease only so many characters are certain not to be cut.
 _LONGEST_WHOLE = 60
@@ -45,7 +48,13 @@ class ShownLease:
     resource: str
     row: Row | None  # if it is known
     lease: LeaseRecord | None
+    keys: Keys
     ended: datetime | None = None
+
+    @property
+    def tenant(self) -> str:
+        """The namespace."""
+        return namespace_of(self.keys.member)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +108,7 @@ def overview(
     lease_page: Page[Any]
     try:
         with get_store().inspect(_PATIENCE) as inspector:
-            found = _listed(inspector.listed(), search)
+            found = _listed(inspector.listed(), search, conf.namespace)
             lease_page = Paginator(found, PER_PAGE).get_page(leases)
             known = [resource.keys for resource in resources if resource]
             looks = iter(
@@ -122,17 +131,30 @@ def overview(
     )
 
 
-def _listed(listed: Sequence[Listed], search: str) -> list[tuple[str, Listed]]:
-    """Return the resources of this tenant whose name matches, with their names."""
+def all_leases(tenant: str | None) -> list[ShownLease]:
+    """Return every lease of a tenant, of all of them if None. Raise StoreUnavailable."""
+    with get_store().inspect(_PATIENCE_OF_ALL) as inspector:
+        found = _listed(inspector.listed(), "", tenant)
+        looks: list[Look] = []
+        for start in range(0, len(found), _AT_ONCE):
+            part = found[start : start + _AT_ONCE]
+            looks += inspector.look([item.keys for _, item in part])
+    pairs = zip(found, looks, strict=True)
+    shown = (_shown_lease(name, item, look) for (name, item), look in pairs)
+    return [lease for lease in shown if lease]
+
+
+def _listed(listed: Sequence[Listed], search: str, tenant: str | None) -> list[tuple[str, Listed]]:
+    """Return the resources of a tenant, or of all, whose name matches, with their names."""
     recent = datetime.now(UTC) - _LAPSED_SINCE
-    named = ((_name(item), item) for item in listed if item.ends > recent)
+    named = ((_name(item, tenant), item) for item in listed if item.ends > recent)
     wanted = search.casefold()
     return [(name, item) for name, item in named if name and wanted in name.casefold()]
 
 
-def _name(item: Listed) -> str | None:
+def _name(item: Listed, tenant: str | None) -> str | None:
     _, _, slug = item.keys.member.partition(":")
-    return read_slug(slug, conf.namespace)
+    return read_slug(slug, namespace_of(item.keys.member) if tenant is None else tenant)
 
 
 def _shown_lease(name: str, item: Listed, look: Look) -> ShownLease | None:
@@ -140,7 +162,7 @@ def _shown_lease(name: str, item: Listed, look: Look) -> ShownLease | None:
         return None  # released since it was listed
     row = _row_of(name, item, look.lease)
     ended = None if look.lease else item.ends
-    return ShownLease(resource=name, row=row, lease=look.lease, ended=ended)
+    return ShownLease(resource=name, row=row, lease=look.lease, keys=item.keys, ended=ended)
 
 
 def _shown_fence(

@@ -65,10 +65,10 @@ def _of_given_name(given: str, namespace: str, prefix: str, database: str, alias
     return _of_name(name, slug(name, namespace), prefix, database, alias)
 
 
-def of_fence(fence: Fence) -> Resource:
-    """Return the resource of a name's fence in the database of the settings."""
+def of_fence(fence: Fence, alias: str = "") -> Resource:
+    """Return the resource of a name's fence in a database, that of the settings if "" ."""
     name = read_slug(fence.name, conf.namespace) or fence.name
-    return _of_name(name, fence.name, conf.prefix, conf.database, conf.database)
+    return _of_name(name, fence.name, conf.prefix, conf.database, alias or conf.database)
 
 
 def _of_name(name: str, key: str, prefix: str, database: str, alias: str) -> Resource:

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from typing import NamedTuple
@@ -25,6 +25,14 @@ LATENESS = 0.12
 
 # Of which process and which settings the log has said what its store is.
 _introduced: set[tuple[object, ...]] = set()
+
+
+class Finding(NamedTuple):
+    """What was looked at, whether it is well (None: to be noted), and what is said of it."""
+
+    what: str
+    well: bool | None
+    said: str
 
 
 class Store(ABC):
@@ -106,8 +114,26 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def take_over(
+        self, resource: Resource, shown: str, holder: Holder, *, ttl: float, floor: int
+    ) -> Grant | Refusal | None:
+        """
+        Swap the lease that was `shown` for the holder's own, with the next token.
+
+        `shown` is LeaseRecord.holder. Refuse if another holds the resource meanwhile; return None
+        if nobody does.
+        """
+
+    @abstractmethod
     def inspect(self, seconds: float) -> AbstractContextManager["Inspector"]:
         """Open a view of the leases whose every step gives up after so many seconds."""
+
+    def examined(self, seconds: float) -> Iterable[Finding]:
+        """Yield what is to be said of the store's server. Raise StoreUnavailable."""
+        return ()
+
+    def forget(self, resource: Resource) -> None:  # noqa: B027 - not every store counts
+        """Forget the counter of a resource that nobody will ever lock again."""
 
     def describe(self) -> dict[str, object]:
         """Return what the log says of the store at its first use in a process."""
@@ -142,6 +168,10 @@ class Inspector(ABC):
     @abstractmethod
     def look(self, keys: Sequence[Keys]) -> list[Look]:
         """Look at each resource. Raise StoreUnavailable."""
+
+    @abstractmethod
+    def counters(self, keys: Sequence[Keys]) -> list[int | None]:
+        """Return what each counter has proposed last, None where there is none that can be read."""
 
 
 def get_store() -> Store:

@@ -1,5 +1,6 @@
 """What the leases in Redis look like, for people: no KEYS, no SCAN, nothing is written."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ _MOST_OF_A_TAG = 160
 # The year 2100.
 _LATEST = 4_102_444_800
 
-_FIELDS = ("token", "host", "pid", "function", "acquired_at", "model", "pk")
+_FIELDS = ("holder", "token", "host", "pid", "function", "acquired_at", "model", "pk")
 
 
 class RedisInspector(Inspector):
@@ -49,10 +50,30 @@ class RedisInspector(Inspector):
             )
         ]
         answers = iter(self._ask(commands))
-        return [
+        looks = [
             Look(lease=_record(ends, values), listed=score is not None)
             for ends, values, score in zip(answers, answers, answers, strict=True)
         ]
+        return self._with_digests(keys, looks)
+
+    def counters(self, keys: Sequence[Keys]) -> list[int | None]:
+        found = self._ask([("GET", key.token) for key in keys])
+        return [None if isinstance(value, Exception) else _number(_text(value)) for value in found]
+
+    def _with_digests(self, keys: Sequence[Keys], looks: list[Look]) -> list[Look]:
+        """Name leases whose holder cannot be read by the digest of what is there."""
+        unread = [
+            number for number, look in enumerate(looks) if look.lease and not look.lease.holder
+        ]
+        dumps = self._ask([("DUMP", keys[number].lease) for number in unread])
+        for number, dump in zip(unread, dumps, strict=True):
+            lease = looks[number].lease
+            if lease and isinstance(dump, bytes):
+                digest = hashlib.sha1(dump, usedforsecurity=False).hexdigest()
+                looks[number] = looks[number]._replace(
+                    lease=replace(lease, holder=f"sha1:{digest}")
+                )
+        return looks
 
     def _ask(self, commands: Sequence[tuple[str, ...]]) -> list[Any]:
         """Send all at once. A value that is no lease gives an exception in its place."""
@@ -84,9 +105,10 @@ def _record(ends: int, values: Any) -> LeaseRecord | None:
     remaining = None if ends == -1 else ends / 1000
     if isinstance(values, Exception):
         return LeaseRecord(remaining=remaining)
-    token, host, pid, function, since, model, pk = map(_text, values)
+    holder, token, host, pid, function, since, model, pk = map(_text, values)
     return LeaseRecord(
         remaining=remaining,
+        holder=holder,
         token=_number(token),
         host=host,
         pid=pid,

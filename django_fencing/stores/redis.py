@@ -16,14 +16,20 @@ from django_fencing.grants import JUMP, TOKEN_LIMIT, Grant, Holder, Refusal
 from django_fencing.resources import Resource
 from django_fencing.stores import clients
 from django_fencing.stores.asking import asking, blocking, impatient
-from django_fencing.stores.base import LATENESS, Store
+from django_fencing.stores.base import LATENESS, Finding, Store
 from django_fencing.stores.inspection import RedisInspector
+from django_fencing.stores.permissions import examined
 
 # Of the hash that is a lease. A lease with another layout counts as held by unknown.
 _LAYOUT = "1"
 
 # What is put between lease.lua and these scripts.
-_SHARED = {"acquire": ("counter", "queue"), "reissue": ("counter",), "release": ("queue",)}
+_SHARED = {
+    "acquire": ("counter", "queue"),
+    "reissue": ("counter",),
+    "release": ("queue",),
+    "take_over": ("counter",),
+}
 
 # Bytes kept of each text that describes the holder: Redis keeps a hash compact as long as no
 # value is longer (hash-max-listpack-value), and the lease stays below 512 bytes.
@@ -64,12 +70,7 @@ class RedisStore(Store):
                 keys.member,
                 _milliseconds(waits) if waits else 0,
                 came,
-                _LAYOUT,
-                _short(holder.host),
-                holder.pid,
-                _short(holder.function),
-                _short(resource.row_model._meta.label_lower),
-                _short(str(resource.pk)),
+                *_described_for(resource, holder),
             ],
             patience,
         )
@@ -152,10 +153,49 @@ class RedisStore(Store):
         )
         return status == "freed"
 
+    def take_over(
+        self, resource: Resource, shown: str, holder: Holder, *, ttl: float, floor: int
+    ) -> Grant | Refusal | None:
+        keys = resource.keys
+        status, *rest = self._run(
+            "take_over",
+            resource,
+            [keys.lease, keys.done, keys.held, keys.token],
+            [
+                holder.id.hex,
+                _milliseconds(ttl),
+                floor,
+                JUMP,
+                TOKEN_LIMIT,
+                _milliseconds(conf.idle_ttl),
+                keys.member,
+                shown,
+                *_described_for(resource, holder),
+            ],
+        )
+        if status == "gone":
+            return None
+        if status == "held":
+            remaining, *described = rest
+            return Refusal(remaining=_remaining(remaining), held_by=_described(*described))
+        return self._granted(status, rest, resource)
+
     @contextmanager
     def inspect(self, seconds: float) -> Iterator[RedisInspector]:
         with impatient(seconds) as client:
             yield RedisInspector(client)
+
+    def examined(self, seconds: float) -> Iterator[Finding]:
+        with impatient(seconds) as client:
+            yield from examined(client)
+
+    def forget(self, resource: Resource) -> None:
+        try:
+            asking()("DEL", resource.keys.token)
+        except clients.FAILURES as error:
+            raise StoreUnavailable(
+                f"Cannot forget {resource.name!r}: {error}", resource=resource.name
+            ) from error
 
     def describe(self) -> dict[str, object]:
         found = {"client_factory": True} if conf.client_factory else {"alias": conf.cache}
@@ -208,6 +248,18 @@ def _script(name: str) -> tuple[str, str]:
     parts = ["lease", *_SHARED.get(name, ()), name]
     text = "\n".join((folder / f"{part}.lua").read_text("utf-8") for part in parts)
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+def _described_for(resource: Resource, holder: Holder) -> list[Any]:
+    """Return what a lease says to people, behind its layout."""
+    return [
+        _LAYOUT,
+        _short(holder.host),
+        holder.pid,
+        _short(holder.function),
+        _short(resource.row_model._meta.label_lower),
+        _short(str(resource.pk)),
+    ]
 
 
 def _milliseconds(seconds: float) -> int:

@@ -1,0 +1,247 @@
+"""manage.py fencing: look at leases and fences, end a stuck lease, find out what is wrong."""
+
+import getpass
+import json
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from django_fencing import doctor, operators
+from django_fencing.commands import RETURN_CODES
+from django_fencing.conf import conf, namespace
+from django_fencing.exceptions import FencingError
+from django_fencing.models import FenceEvent
+from django_fencing.operators import Outcome
+from django_fencing.overview import ShownLease, all_leases
+from django_fencing.resources import resolve
+
+_EPILOG = """
+return codes: 0 done, or all is well; 1 nothing was done, or something is wrong; 2 the arguments are
+not understood; 64 what is named cannot be locked; 69 Redis cannot be asked; 75 released, but the
+holder is not fenced yet. RESOURCE is a name, or app.model:pk for a row.
+"""
+
+_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+
+_LAST_EVENTS = 5
+
+
+class Command(BaseCommand):
+    help = "Look at leases and fences, end a lease that is stuck, find out what is wrong."
+    requires_system_checks = ()  # doctor tells them
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.epilog = _EPILOG
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+        def action(name: str, text: str, run: Callable[..., None]) -> CommandParser:
+            made: CommandParser = actions.add_parser(name, help=text, description=text)
+            made.set_defaults(run=run)
+            made.add_argument("--json", action="store_true", help="Print JSON.")
+            made.add_argument("--namespace", help="The tenant, instead of NAMESPACE.")
+            return made
+
+        action("locks", "List what is held, or has lapsed within the last hour.", self.locks)
+        show = action("show", "Show a resource's lease, counter, fence, last events.", self.show)
+        release = action("release", "End a stuck lease, and fence its holder.", self.release)
+        for one in (show, release):
+            one.add_argument("resource", metavar="RESOURCE")
+            one.add_argument("--using", metavar="ALIAS", help="The database of the fence.")
+        release.add_argument("--holder", required=True, help="The holder, as `show` tells it.")
+        release.add_argument("--reason", default="", help="For the ledger.")
+        action("doctor", "Try everything on a probe, and say what is wrong.", self.doctor)
+        prune = action("prune", "Delete fences of names, once records and events.", self.prune)
+        prune.add_argument(
+            "--older-than", required=True, type=_age, metavar="AGE", help="As in 90d, 12h."
+        )
+        prune.add_argument("--database", metavar="ALIAS", help="Instead of FENCING['DATABASE'].")
+        for one in (release, prune):
+            one.add_argument("--dry-run", action="store_true", help="Say it, and do nothing.")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            with namespace(options["namespace"]):
+                options["run"](**options)
+        except FencingError as error:
+            code = next((code for kind, code in RETURN_CODES.items() if isinstance(error, kind)), 1)
+            raise CommandError(" ".join(str(error).split()), returncode=code) from error
+        except ImproperlyConfigured as error:
+            raise CommandError(" ".join(str(error).split())) from error
+
+    def locks(self, **options: Any) -> None:
+        leases = all_leases(tenant=options["namespace"])
+        if options["json"]:
+            self._json([_lease_json(item) for item in leases])
+            return
+        tenants = any(item.tenant for item in leases)
+        columns = ("RESOURCE", "STATE", "TOKEN", "FUNCTION", "HOST", "PID", "SINCE", "HOLDER")
+        self._table(
+            (("TENANT", *columns) if tenants else columns),
+            [(item.tenant, *_row(item)) if tenants else _row(item) for item in leases],
+            "No lock is held, and none has lapsed within the last hour.",
+        )
+
+    def show(self, **options: Any) -> None:
+        target = operators.resource_of(options["resource"], options["using"])
+        found = operators.state(target, options["using"] if isinstance(target, str) else None)
+        events = FenceEvent.objects.using(conf.database).filter(
+            namespace=conf.namespace, resource=found.resource
+        )
+        last = list(events.order_by("-pk")[:_LAST_EVENTS])
+        if options["json"]:
+            self._json(
+                {
+                    "resource": found.resource,
+                    "lease": found.lease and _record_json(found.lease),
+                    "counter": found.counter,
+                    "fence_token": found.fence_token,
+                    "fence_holder": found.fence_holder,
+                    "events": [
+                        {"at": event.created_at, "kind": event.kind, "message": event.message}
+                        for event in last
+                    ],
+                }
+            )
+            return
+        lease = found.lease
+        lines = [
+            ("resource", found.resource),
+            ("lease", _ends(lease.remaining) if lease else "free"),
+            ("held by", operators.described(lease) if lease else ""),
+            ("holder", lease.holder if lease else ""),
+            ("since", _moment(lease.since) if lease else ""),
+            ("counter", "" if found.counter is None else found.counter),
+            ("fence token", found.fence_token or "nobody has registered"),
+            ("fence holder", found.fence_holder or ""),
+        ]
+        for name, value in lines:
+            if value != "":
+                self.stdout.write(f"{name:<13} {value}")
+        for event in last:
+            self.stdout.write(f"{_moment(event.created_at)}  {event.message}")
+
+    def release(self, **options: Any) -> None:
+        target = operators.resource_of(options["resource"], options["using"])
+        resource = resolve(target, options["using"] if isinstance(target, str) else None)
+        forced = operators.force_release(
+            resource,
+            _holder(options["holder"]),
+            user=getpass.getuser(),
+            reason=options["reason"],
+            dry_run=options["dry_run"],
+        )
+        line = f"{resource.name}: {forced.said}."
+        if options["json"]:
+            self._json({"resource": resource.name, "outcome": forced.outcome, "said": forced.said})
+        if forced.outcome is Outcome.NOT_FENCED:
+            raise CommandError(line, returncode=75)
+        if forced.outcome is not Outcome.RELEASED:
+            raise CommandError(line, returncode=1)
+        if not options["json"]:
+            self.stdout.write(line)
+
+    def doctor(self, **options: Any) -> None:
+        findings = []
+        for finding in doctor.examine():
+            findings.append(finding)
+            if not options["json"]:
+                mark = {True: "ok", False: "WRONG", None: "note"}[finding.well]
+                self.stdout.write(f"{mark:<6}{finding.what}: {finding.said}")
+        if options["json"]:
+            self._json([finding._asdict() for finding in findings])
+        wrong = [finding.what for finding in findings if finding.well is False]
+        if wrong:
+            raise CommandError(f"Wrong: {', '.join(wrong)}.")
+
+    def prune(self, **options: Any) -> None:
+        before = datetime.now(UTC) - options["older_than"]
+        alias = options["database"] or conf.database
+        does = operators.prunable if options["dry_run"] else operators.prune
+        counts = does(alias, before)
+        if options["json"]:
+            self._json(counts)
+            return
+        verb = "would be looked at" if options["dry_run"] else "deleted"
+        said = ", ".join(f"{count} {what}" for what, count in counts.items())
+        self.stdout.write(f"{said} {verb}.")
+
+    def _json(self, value: Any) -> None:
+        self.stdout.write(json.dumps(value, indent=2, default=_plain))
+
+    def _table(
+        self, columns: Sequence[str], rows: Iterable[Sequence[object]], nothing: str
+    ) -> None:
+        cells = [[str(cell) for cell in row] for row in rows]
+        if not cells:
+            self.stdout.write(nothing)
+            return
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        for row in [list(columns), *cells]:
+            padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            self.stdout.write("  ".join(padded).rstrip())
+
+
+def _row(item: ShownLease) -> Sequence[object]:
+    if item.lease is None:
+        state = f"lapsed {_moment(item.ended)}"
+        return (item.resource, state, "", "", "", "", "", "")
+    lease = item.lease
+    token = "" if lease.token is None else lease.token
+    return (
+        item.resource,
+        _ends(lease.remaining),
+        token,
+        lease.function,
+        lease.host,
+        lease.pid,
+        _moment(lease.since),
+        lease.holder,
+    )
+
+
+def _lease_json(item: ShownLease) -> dict[str, Any]:
+    lease = item.lease and _record_json(item.lease)
+    return {
+        "resource": item.resource,
+        "tenant": item.tenant,
+        "lease": lease,
+        "lapsed_at": item.ended,
+    }
+
+
+def _record_json(lease: Any) -> dict[str, Any]:
+    names = ("holder", "token", "remaining", "host", "pid", "function", "since")
+    return {name: getattr(lease, name) for name in names}
+
+
+def _plain(value: Any) -> str:
+    return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
+def _moment(moment: datetime | None) -> str:
+    return "" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}Z"
+
+
+def _ends(remaining: float | None) -> str:
+    return "held, without an end" if remaining is None else f"held, {remaining:.1f} s left"
+
+
+def _holder(text: str) -> str:
+    """Return the holder as the store writes it; a uuid may have its hyphens."""
+    try:
+        return UUID(text).hex
+    except ValueError:
+        return text
+
+
+def _age(text: str) -> timedelta:
+    found = re.fullmatch(r"(\d{1,6})([smhdw])", text)
+    if not found:
+        raise ArgumentTypeError(f"{text!r} is no age such as 90d or 12h")
+    return timedelta(seconds=int(found[1]) * _UNITS[found[2]])
