@@ -83,6 +83,13 @@ class Keys:
         return cls(base=f"{prefix}:{{{tag}}}", member=member)
 
     @classmethod
+    def of_member(cls, member: str, prefix: str) -> "Keys | None":
+        """Return the keys of what was shown as this member, None if it can be none."""
+        kind, colon, slug = member.partition(":")
+        is_one = slug and colon and (kind in ("row", "name") or kind.startswith("name@"))
+        return cls.of(prefix, member) if is_one and len(member) < _LONGEST * 2 else None
+
+    @classmethod
     def every_tag(cls, prefix: str) -> "list[Keys]":
         """Return keys of no member for each tag: what belongs to the tag can be told by them."""
         return [cls(base=f"{prefix}:{{{tag}}}", member="") for tag in range(_TAGS)]

@@ -14,11 +14,12 @@ from django.db import connections, models, transaction
 from django.db.models import QuerySet
 
 from django_fencing import flow, ledger
-from django_fencing.exceptions import StoreUnavailable
+from django_fencing.exceptions import FencingError, StoreUnavailable
 from django_fencing.fences import NotRegistered
 from django_fencing.grants import Grant, Holder, LeaseRecord, Refusal
 from django_fencing.leases import Lease
 from django_fencing.models import Fence, FencedResource, FenceEvent, FenceFloor, OnceRecord
+from django_fencing.names import Keys
 from django_fencing.resources import Resource, ResourceLike, of_fence, resolve
 from django_fencing.stores.base import Store, get_store
 from django_fencing.timing import now
@@ -73,6 +74,25 @@ def resource_of(text: str, using: str | None = None) -> ResourceLike:
     return text
 
 
+def resource_of_lease(keys: Keys, lease: LeaseRecord) -> Resource | None:
+    """Return the resource that a listed lease is of, None if its fence cannot be found."""
+    kind, _, slug = keys.member.partition(":")
+    with suppress(FencingError, LookupError, ValueError):
+        if kind == "row":
+            found = resolve((apps.get_model(lease.model), lease.pk))
+        else:
+            found = of_fence(Fence(name=slug), kind.partition("@")[2])
+        if found.keys.member == keys.member:
+            return found
+    return None
+
+
+def look(keys: Keys) -> LeaseRecord | None:
+    """Return the present lease of what has these keys. Raise StoreUnavailable."""
+    with get_store().inspect(_PATIENCE) as inspector:
+        return inspector.look([keys])[0].lease
+
+
 def state(resource: ResourceLike, using: str | None = None) -> State:
     """
     Look at a resource, from any process.
@@ -81,14 +101,14 @@ def state(resource: ResourceLike, using: str | None = None) -> State:
     """
     found = resolve(resource, using)
     with get_store().inspect(_PATIENCE) as inspector:
-        (look,) = inspector.look([found.keys])
+        lease = inspector.look([found.keys])[0].lease
         (counter,) = inspector.counters([found.keys])
     fences: QuerySet[FencedResource] = QuerySet(found.model, using=found.alias)
     fence = fences.filter(pk=found.pk).values_list("last_fence_token", "last_fence_holder").first()
     token, holder = fence or (0, None)
     return State(
         resource=found.name,
-        lease=look.lease,
+        lease=lease,
         counter=counter,
         fence_token=token,
         fence_holder=holder,
@@ -107,14 +127,13 @@ def force_release(
     """
     flow.refuse_transaction(resource.alias, "release", resource.name, "do so outside of it.")
     store = get_store()
-    with store.inspect(_PATIENCE) as inspector:
-        (look,) = inspector.look([resource.keys])
-    if look.lease is None:
+    present = look(resource.keys)
+    if present is None:
         return Forced(outcome=Outcome.FREE, said="nobody holds it: nothing was done")
-    if look.lease.holder != shown:
-        return _changed(described(look.lease))
+    if present.holder != shown:
+        return _changed(described(present))
     if dry_run:
-        said = f"the lease of {described(look.lease)} would be ended, and its holder fenced"
+        said = f"the lease of {described(present)} would be ended, and its holder fenced"
         return Forced(outcome=Outcome.RELEASED, said=said)
     holder = flow.new_holder(f"forced release by {user}" if user else "forced release")
     sent = now()
@@ -125,7 +144,7 @@ def force_release(
     if isinstance(answer, Refusal):
         return _changed(answer.held_by or "unknown")
     lease = Lease(store, resource, holder, token=answer.token, ttl=_TTL, sent=sent)
-    return _fenced(lease, resource, look.lease, user, reason)
+    return _fenced(lease, resource, present, user, reason)
 
 
 def described(lease: LeaseRecord) -> str:
