@@ -23,10 +23,10 @@ from django_fencing.conf import conf
 from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import LeaseRecord
 from django_fencing.models import Fence, FenceEvent, OnceRecord
-from django_fencing.names import Keys, encoded, namespace_of, read_slug
+from django_fencing.names import Keys, namespace_of, read_slug, slugs_of
 from django_fencing.overview import ShownLease, fenced_models, overview
 from django_fencing.resource_admin import FencedResourceAdmin
-from django_fencing.resources import Resource
+from django_fencing.resources import Resource, tenant
 
 __all__ = ["FencedResourceAdmin"]
 
@@ -104,7 +104,7 @@ class FenceAdmin(_ReadOnlyAdmin):
             raise PermissionDenied
         given = request.POST if request.method == "POST" else request.GET
         keys = Keys.of_member(given.get("key", ""), conf.prefix)
-        if keys is None or namespace_of(keys.member) != conf.namespace:
+        if keys is None or namespace_of(keys.member) != tenant():
             raise Http404("There is no such resource.")
         shown = given.get("holder", "")
         lease = resource = None
@@ -191,7 +191,7 @@ class FenceEventAdmin(_ReadOnlyAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         events: QuerySet[Any] = QuerySet(FenceEvent, using=conf.database)
-        return events.filter(namespace=conf.namespace).order_by("-pk")
+        return events.filter(namespace=tenant()).order_by("-pk")
 
 
 @admin.register(OnceRecord)
@@ -207,7 +207,8 @@ class OnceRecordAdmin(_ReadOnlyAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         records: QuerySet[Any] = QuerySet(OnceRecord, using=conf.database).order_by("-created_at")
         if conf.namespace:
-            return records.filter(key__startswith=f"{encoded(conf.namespace)}|")
+            first, end = slugs_of(conf.namespace)
+            return records.filter(key__gte=first, key__lt=end)
         return records.exclude(key__contains="|")
 
     @admin.display(description=gettext_lazy("key"), ordering="key")

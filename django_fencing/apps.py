@@ -1,6 +1,7 @@
 """The app's configuration."""
 
 from django.apps import AppConfig
+from django.db import connections
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
@@ -16,4 +17,6 @@ class FencingConfig(AppConfig):
         from django_fencing.refusals import explain_on
 
         connection_created.connect(explain_on, dispatch_uid="django_fencing")
+        for connection in connections.all(initialized_only=True):
+            explain_on(connection)  # another app may have asked the database before
         post_migrate.connect(restore, sender=self, dispatch_uid="django_fencing")

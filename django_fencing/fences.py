@@ -195,7 +195,8 @@ def _move_returning(
     if not found:
         return None
     (row,) = found
-    del row.__dict__["fencing restored"], row.__dict__["fencing presented"]
+    for column in ("fencing restored", "fencing presented", "fencing table", "fencing key"):
+        del row.__dict__[column]
     return row
 
 

@@ -3,23 +3,27 @@
 import asyncio
 import os
 from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 
-from django.core.exceptions import ImproperlyConfigured
-from django.db import transaction
+from django.db import connections, transaction
+from django.utils import timezone
 
 from django_fencing import flow
 from django_fencing.conf import conf
-from django_fencing.exceptions import FencingError, StaleToken
+from django_fencing.exceptions import StaleToken
 from django_fencing.grants import Holder
 from django_fencing.models import FenceEvent
-from django_fencing.names import namespace_of
 from django_fencing.resources import Resource
 from django_fencing.signals import key_values, logger
 from django_fencing.stores.base import Store
 
 # Seconds that the store has to tell who has overtaken a lease.
 _PATIENCE = 0.5
+
+# For how long PostgreSQL waits for the table, in milliseconds.
+_LOCK_TIMEOUT = "1000"
 
 # What waits for the end of a transaction, or for a thread without an event loop. The oldest ones
 # of too many are in the log only.
@@ -68,17 +72,26 @@ def flush() -> None:
     """Write what is pending, unless this thread is in a transaction. Raise nothing."""
     if not _pending:
         return
-    events: list[FenceEvent] = []
     try:
-        if not _may_write(conf.database):
+        alias = conf.database
+        if not _may_write(alias):
             return
-        while _pending:
-            events.append(_pending.popleft())
-        with transaction.atomic(using=conf.database):
-            FenceEvent.objects.using(conf.database).bulk_create(events)
+    except Exception as error:  # noqa: BLE001 - as below
+        _failed("its database", error)
+        return
+    events = list(_taken())
+    was_open = connections[alias].connection is not None
+    try:
+        _write(events, alias)
     except Exception as error:  # noqa: BLE001 - whatever it is, the caller's work goes on
         for event in events:
             _failed(event.message, error)
+    except BaseException:
+        _pending.extendleft(reversed(events))
+        raise
+    finally:
+        if not was_open:  # nobody else would close it
+            connections[alias].close()
 
 
 def _is_on() -> bool:
@@ -100,16 +113,32 @@ def _note(
     _pending.append(
         FenceEvent(
             kind=kind,
-            namespace=namespace_of(resource.keys.member),
-            resource=resource.name,
+            namespace=resource.namespace,
+            resource=_writable(resource.name),
             token=token,
             holder=holder.id,
-            user=user,
-            message=message,
-            created_at=datetime.now(UTC),
+            user=_writable(user),
+            message=_writable(message),
+            created_at=timezone.now(),
         )
     )
     flush()
+
+
+def _taken() -> Iterator[FenceEvent]:
+    with suppress(IndexError):  # another thread has just taken the last one
+        while True:
+            yield _pending.popleft()
+
+
+def _write(events: list[FenceEvent], alias: str) -> None:
+    connection = connections[alias]
+    bounds = connection.vendor == "postgresql" and not connection.in_atomic_block
+    with transaction.atomic(using=alias):
+        if bounds:
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT set_config('lock_timeout', %s, true)", [_LOCK_TIMEOUT])
+        FenceEvent.objects.using(alias).bulk_create(events)
 
 
 def _newer(store: Store, resource: Resource, error: StaleToken) -> str:
@@ -119,7 +148,7 @@ def _newer(store: Store, resource: Resource, error: StaleToken) -> str:
     try:
         with store.inspect(_PATIENCE) as inspector:
             (look,) = inspector.look([resource.keys])
-    except (FencingError, ImproperlyConfigured):
+    except Exception:  # noqa: BLE001 - the refusal is told in any case
         return f"{error.fence_token} is registered"
     lease = look.lease
     if lease is None or lease.token != error.fence_token or lease.since is None:
@@ -139,6 +168,11 @@ def _may_write(alias: str) -> bool:
     except RuntimeError:
         return not flow.is_in_transaction(alias)
     return False
+
+
+def _writable(text: str) -> str:
+    """Return the text without what PostgreSQL cannot hold."""
+    return text.replace("\0", "\\0").encode(errors="backslashreplace").decode()
 
 
 def _failed(what: str, error: Exception) -> None:

@@ -63,6 +63,16 @@ def read_slug(slug: str, namespace: str = "") -> str | None:
     return unquote(shown) + ("…" if cut else "")
 
 
+def slugs_of(namespace: str) -> tuple[str, str]:
+    """
+    Return the first slug of a tenant, and what comes after the last one in the order of bytes.
+
+    A LIKE would not tell upper case from lower on SQLite.
+    """
+    whole = encoded(checked(namespace))
+    return f"{whole}|", f"{whole}}}"
+
+
 def namespace_of(member: str) -> str:
     """Return the tenant of what Keys.member holds."""
     _, _, slug = member.partition(":")

@@ -1,12 +1,14 @@
 """ProtectFence, a migration operation: the database itself guards the fence, whatever writes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
-from django.db import connections
+from django.db import connections, models, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 from django.db.migrations.loader import MigrationLoader
+from django.db.migrations.operations import SeparateDatabaseAndState
 from django.db.migrations.operations.base import Operation, OperationCategory
 from django.db.migrations.state import ProjectState
 
@@ -18,17 +20,17 @@ class ProtectFence(Operation):
     """
     Guard the fence of a FencedResource model by a trigger: it can never go down.
 
-    That holds for whatever writes it: raw SQL, update(), bulk_update(), upserts, fixtures, other
-    services. Where Django sends the statement the error is StaleToken. `model` is the name of a
+    That holds for whatever updates it: raw SQL, update(), bulk_update(), upserts, fixtures, other
+    services. Where Django executes the statement the error is StaleToken. `model` is the name of a
     model of the migration's app, or "app_label.Model".
 
     With `require_lease` (PostgreSQL) an UPDATE or DELETE of a row is refused unless it is done in
-    the fenced transaction of that row's own lease, the tables of multi-table children included;
-    the error is UnfencedWrite. An UPDATE that only moves the fence up passes, as does an INSERT.
-    Other databases guard the fence alone.
+    the fenced transaction of that row's own lease; the error is UnfencedWrite. An UPDATE that only
+    moves the fence up passes, as do INSERT and TRUNCATE. Other databases guard the fence alone.
+    The tables of multi-table children in the same app are guarded as well; those of other apps,
+    and children of later migrations, need an operation of their own.
 
-    Children that are made by a later migration need the operation too. Undo it before the table,
-    or the column of its primary key, is renamed, and do it again afterwards.
+    Before the model is renamed or deleted, or its key renamed, undo it by UnprotectFence.
     """
 
     reversible = True
@@ -36,7 +38,7 @@ class ProtectFence(Operation):
 
     def __init__(self, model: str, require_lease: bool = False) -> None:
         if not isinstance(model, str):
-            raise TypeError(f"ProtectFence needs the name of a model, not {model!r}.")
+            raise TypeError(f"{type(self).__name__} needs the name of a model, not {model!r}.")
         self.model = model
         self.require_lease = require_lease
 
@@ -50,10 +52,7 @@ class ProtectFence(Operation):
         from_state: ProjectState,
         to_state: ProjectState,
     ) -> None:
-        for statement in self._statements(
-            triggers.creating, app_label, schema_editor.connection, to_state
-        ):
-            schema_editor.execute(statement, params=None)
+        self._execute(triggers.creating, app_label, schema_editor, to_state)
 
     def database_backwards(
         self,
@@ -62,10 +61,7 @@ class ProtectFence(Operation):
         from_state: ProjectState,
         to_state: ProjectState,
     ) -> None:
-        for statement in self._statements(
-            triggers.dropping, app_label, schema_editor.connection, from_state
-        ):
-            schema_editor.execute(statement, params=None)
+        self._execute(triggers.dropping, app_label, schema_editor, to_state)
 
     def describe(self) -> str:
         guarded = "fence and rows" if self.require_lease else "fence"
@@ -79,29 +75,84 @@ class ProtectFence(Operation):
         label, _, model = self.model.rpartition(".")
         return name.lower() == model.lower() and (label or app_label) == app_label
 
-    def _statements(
+    def statements(
         self,
         written: Callable[..., Iterator[str]],
         app_label: str,
         connection: BaseDatabaseWrapper,
         state: ProjectState,
     ) -> Iterator[str]:
+        """Yield what triggers.creating() or dropping() has `written` for each table."""
+        model = self._model(app_label, state)
+        by = f"{model._meta.label_lower} {self.require_lease}"
+        children = [
+            child
+            for child in state.apps.get_models()
+            if model in child._meta.get_parent_list() and not child._meta.proxy
+        ]
+        for each in (model, *children):
+            is_here = each._meta.app_label == model._meta.app_label and not each._meta.swapped
+            # An unmanaged table is guarded too.
+            if is_here and router.allow_migrate_model(connection.alias, each):
+                yield from written(connection, each, by, require_lease=self.require_lease)
+
+    def _execute(
+        self,
+        written: Callable[..., Iterator[str]],
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        state: ProjectState,
+    ) -> None:
+        for statement in self.statements(written, app_label, schema_editor.connection, state):
+            schema_editor.execute(statement, params=None)
+
+    def _model(self, app_label: str, state: ProjectState) -> type[models.Model]:
+        """Return the model in that state. Raise ValueError if it has no fence to be guarded."""
         label, _, name = self.model.rpartition(".")
-        model = state.apps.get_model(label or app_label, name)._meta.concrete_model
+        found: Any = state.apps.get_model(label or app_label, name)
+        model: type[models.Model] = found._meta.concrete_model
         fields = {field.name for field in model._meta.get_fields()}
         if not fields.issuperset(FENCE_FIELDS):
             raise ValueError(f"{model._meta.label} has no fence to protect.")
+        if self.require_lease and isinstance(model._meta.pk, models.CompositePrimaryKey):
+            raise ValueError(f"{model._meta.label} has a composite primary key: it has no lease.")
         if not self.require_lease and (owner := fence_model(model)) is not model:
             raise ValueError(
                 f"The fence of {model._meta.label} is that of {owner._meta.label}: "
                 f"protect that one."
             )
-        children = [
-            child for child in state.apps.get_models() if model in child._meta.get_parent_list()
-        ]
-        for each in (model, *children):
-            if self.allow_migrate_model(connection.alias, each):
-                yield from written(connection, each, require_lease=self.require_lease)
+        return model
+
+
+class UnprotectFence(ProtectFence):
+    """Undo a ProtectFence with the same arguments, in a later migration."""
+
+    category = OperationCategory.REMOVAL
+
+    def database_forwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        self._execute(triggers.dropping, app_label, schema_editor, to_state)
+
+    def database_backwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        self._execute(triggers.creating, app_label, schema_editor, to_state)
+
+    def describe(self) -> str:
+        return f"Unprotect {self.model}"
+
+    @property
+    def migration_name_fragment(self) -> str:
+        return f"un{super().migration_name_fragment}"
 
 
 def restore(using: str, plan: Any = (), **kwargs: Any) -> None:
@@ -118,13 +169,33 @@ def restore(using: str, plan: Any = (), **kwargs: Any) -> None:
     protecting = [
         (app_label, operation)
         for app_label, name in applied
-        for operation in loader.graph.nodes[app_label, name].operations
-        if isinstance(operation, ProtectFence)
+        for operation in _protecting(loader.graph.nodes[app_label, name].operations)
     ]
+    undone = {
+        (app_label, each.model.lower(), each.require_lease)
+        for app_label, each in protecting
+        if isinstance(each, UnprotectFence)
+    }
     if not protecting:
         return
     state = loader.project_state(applied)
-    with connection.cursor() as cursor:
-        for app_label, operation in protecting:
-            for statement in operation._statements(triggers.creating, app_label, connection, state):
-                cursor.execute(statement)
+    tables = set(connection.introspection.table_names())
+    for app_label, operation in protecting:
+        if (app_label, operation.model.lower(), operation.require_lease) in undone:
+            continue
+        with suppress(LookupError, ValueError):  # the model is gone, or its fence
+            if operation._model(app_label, state)._meta.db_table not in tables:
+                continue  # the migration was faked
+            with connection.cursor() as cursor:
+                for statement in operation.statements(
+                    triggers.creating, app_label, connection, state
+                ):
+                    cursor.execute(statement)
+
+
+def _protecting(operations: Iterable[Operation]) -> Iterator[ProtectFence]:
+    for operation in operations:
+        if isinstance(operation, ProtectFence):
+            yield operation
+        elif isinstance(operation, SeparateDatabaseAndState):
+            yield from _protecting(operation.database_operations)

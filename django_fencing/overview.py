@@ -19,7 +19,7 @@ from django_fencing.conf import conf
 from django_fencing.exceptions import InvalidResource, StoreUnavailable
 from django_fencing.grants import LeaseRecord
 from django_fencing.models import Fence, FencedResource, fence_model
-from django_fencing.names import Keys, encoded, namespace_of, read_slug
+from django_fencing.names import Keys, encoded, namespace_of, read_slug, slugs_of
 from django_fencing.resources import Resource, of_fence, resolve
 from django_fencing.stores.base import Listed, Look, get_store
 
@@ -212,10 +212,11 @@ def _fences(model: type[FencedResource], search: str) -> QuerySet[FencedResource
         return QuerySet(model).none()
     if model is Fence:
         names: QuerySet[Any] = QuerySet(Fence, using=conf.database)
-        prefix = f"{encoded(conf.namespace)}|" if conf.namespace else ""
-        names = names.filter(name__startswith=prefix).annotate(
-            shown=Substr("name", len(prefix) + 1)
-        )
+        prefix = ""
+        if conf.namespace:
+            prefix, end = slugs_of(conf.namespace)
+            names = names.filter(name__gte=prefix, name__lt=end)
+        names = names.annotate(shown=Substr("name", len(prefix) + 1))
         return (
             names.exclude(shown__contains="|")
             .filter(shown__icontains=encoded(search))

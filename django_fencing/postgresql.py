@@ -2,8 +2,8 @@
 
 import functools
 
-from django.db import OperationalError, connections
-from django.db.models import Func, QuerySet, TextField, Value
+from django.db import DatabaseError, connections
+from django.db.models import F, Func, QuerySet, TextField, Value
 
 from django_fencing.models import Fence, FencedResource, FenceFloor
 
@@ -11,8 +11,10 @@ from django_fencing.models import Fence, FencedResource, FenceFloor
 LOCK_NOT_AVAILABLE = "55P03"
 RETRYABLE = ("40001", "40P01")  # serialization failure, deadlock
 
-# The setting in which a fenced transaction presents its registration to the triggers.
+# The setting in which a fenced transaction presents to the triggers what is registered, and at
+# which row: "table:token:holder:key", the table by its oid.
 REGISTRATION = "django_fencing.registration"
+_PLACE = """{table}.tableoid || ':' AS "fencing table", ':' || {table}.{pk} AS "fencing key\""""
 
 # https://www.postgresql.org/docs/current/libpq-status.html, PQTRANS_INERROR
 _INERROR = 3
@@ -27,7 +29,8 @@ WITH "fencing guard" AS MATERIALIZED (
     WHERE {condition}
 ), "fencing moved" AS ({move} RETURNING {returned})
 SELECT "fencing moved".*, set_config('lock_timeout', former, true) AS "fencing restored",
-       set_config('{registration}', %(registration)s, true) AS "fencing presented"
+       set_config('{registration}', "fencing table" || %(registration)s || "fencing key", true)
+           AS "fencing presented"
 FROM "fencing moved", "fencing guard"
 """
 
@@ -72,9 +75,10 @@ def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
         # PostGIS, for one, reads its columns through a function.
         sql, _ = field.select_format(compiler, f"{table}.{quoted(column)}", ())
         returned.append(f"{sql} AS {quoted(column)}")
+    pk = quoted(str(options.pk.column))
     move = (_UPSERT if model is Fence else _UPDATE).format(
         table=table,
-        pk=quoted(str(options.pk.column)),
+        pk=pk,
         token=quoted(str(options.get_field("last_fence_token").column)),
         holder=quoted(str(options.get_field("last_fence_holder").column)),
         registered_at=quoted("registered_at"),
@@ -83,16 +87,29 @@ def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
     return _MOVE.format(
         condition=_ALONE if alone else _INSIDE,
         move=move,
-        returned=", ".join(returned),
+        returned=", ".join([*returned, _PLACE.format(table=table, pk=pk)]),
         registration=REGISTRATION,
     )
 
 
 def presenting(rows: QuerySet[FencedResource], registration: str) -> QuerySet[FencedResource]:
     """Return `rows` as read by a statement that presents the registration as well."""
-    call = f"set_config('{REGISTRATION}', %(expressions)s, true)"
-    presented = Func(Value(registration), template=call, output_field=TextField())
+    parts = "tableoid || ':' || %(expressions)s"
+    presented = Func(
+        Value(registration),
+        F("pk"),
+        template=f"set_config('{REGISTRATION}', {parts}, true)",
+        arg_joiner=" || ':' || ",
+        output_field=TextField(),
+    )
     return rows.annotate(fencing_presented=presented)
+
+
+def present_nothing(alias: str) -> None:
+    """Take back what the open transaction presents, before it goes on with something else."""
+    if connections[alias].vendor == "postgresql":
+        with connections[alias].cursor() as cursor:
+            cursor.execute(f"SELECT set_config('{REGISTRATION}', '', true)")
 
 
 def reads_from_snapshot(alias: str) -> bool:
@@ -110,7 +127,7 @@ def is_aborted(alias: str) -> bool:
     return getattr(info, "transaction_status", None) == _INERROR
 
 
-def sqlstate(error: OperationalError) -> str | None:
+def sqlstate(error: DatabaseError) -> str | None:
     """Return PostgreSQL's error code, which psycopg 3 and psycopg2 name differently."""
     cause = error.__cause__
     return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)

@@ -5,8 +5,9 @@ from typing import Any
 from django.db import DatabaseError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from django_fencing import postgresql
 from django_fencing.exceptions import FencingError, StaleToken, UnfencedWrite
-from django_fencing.triggers import HINT, NEEDS_LEASE, STALE
+from django_fencing.triggers import HINT, NEEDS_LEASE_STATE, STALE, STALE_STATE
 
 
 def explain(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
@@ -14,7 +15,7 @@ def explain(execute: Any, sql: str, params: Any, many: bool, context: Any) -> An
     try:
         return execute(sql, params, many, context)
     except DatabaseError as error:
-        if refusal := _refusal(str(error)):
+        if refusal := _refusal(error):
             raise refusal from error
         raise
 
@@ -26,16 +27,20 @@ def explain_on(connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
         connection.execute_wrappers.insert(0, explain)
 
 
-def _refusal(said: str) -> FencingError | None:
-    if STALE in said:
-        return StaleToken(_line(said, STALE))
-    if NEEDS_LEASE in said:
-        return UnfencedWrite(f"{_line(said, NEEDS_LEASE)} {HINT}")
+def _refusal(error: DatabaseError) -> FencingError | None:
+    state, said = postgresql.sqlstate(error), _said(error)
+    if state == STALE_STATE or (state is None and said.startswith(STALE)):
+        return StaleToken(_sentence(said))
+    if state == NEEDS_LEASE_STATE:
+        return UnfencedWrite(f"{_sentence(said)} {HINT}")
     return None
 
 
-def _line(said: str, start: str) -> str:
-    """Return the sentence of the guard, without what the driver has put around it."""
-    line = start + said.partition(start)[2].splitlines()[0].rstrip("')")
-    line = line.removeprefix("django_fencing: ")
+def _said(error: DatabaseError) -> str:
+    """Return the message alone; MySQL's drivers put a number before it."""
+    return next((part for part in error.args if isinstance(part, str)), "")
+
+
+def _sentence(said: str) -> str:
+    line = said.splitlines()[0].removeprefix("django_fencing: ")
     return f"{line[0].upper()}{line[1:]}."

@@ -138,6 +138,7 @@ class Registrar:
         self._aborted = postgresql.is_aborted(self._resource.alias)
         if len(connection.atomic_blocks) > 1 and not (kind or connection.needs_rollback):
             self._mark_registered()
+            postgresql.present_nothing(self._resource.alias)
 
     def _mark_registered(self) -> None:
         self._registered = not self._aborted

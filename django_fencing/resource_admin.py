@@ -113,9 +113,7 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
     ) -> Any:
         """Ask whether to delete; do so under the lock."""
-        row = None
-        if request.method == "POST":
-            row = self.get_object(request, unquote(object_id))
+        row = self._sent_row(request, object_id)
         if row is None or not self.has_delete_permission(request, row):
             with self.transactions.opened(request):
                 return super().delete_view(request, object_id, extra_context)
@@ -129,10 +127,15 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             alias = acquisition.resource.alias
             deleting: Any = copy.copy(self)
             deleting.get_queryset = _reading_from(alias, self.get_queryset)  # not from a replica
+            deleted: list[Any] = []
+            deleting.delete_model = _noting(deleted, self.delete_model)
             with self.transactions.opened(request, alias):
-                return super(FencedResourceAdmin, deleting).delete_view(
+                response = super(FencedResourceAdmin, deleting).delete_view(
                     request, object_id, extra_context
                 )
+                if not deleted:  # other rows need this one, so nobody has worked on it
+                    transaction.set_rollback(True, using=alias)
+                return response
 
     def get_actions(self, request: HttpRequest) -> Any:
         """Leave out the action that would delete rows without their locks."""
@@ -180,15 +183,19 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def _row_to_save(self, request: HttpRequest, object_id: str | None) -> Any:
         """Return the row that this request may save, None if it is none or may not."""
-        if request.method != "POST" or object_id is None:
-            return None
         if self.save_as and "_saveasnew" in request.POST:
+            return None
+        row = self._sent_row(request, object_id)
+        return row if row is not None and self.has_change_permission(request, row) else None
+
+    def _sent_row(self, request: HttpRequest, object_id: str | None) -> Any:
+        """Return the row that a POST is about."""
+        if request.method != "POST" or object_id is None:
             return None
         to_field = request.POST.get(TO_FIELD_VAR, request.GET.get(TO_FIELD_VAR))
         if to_field and not self.to_field_allowed(request, to_field):
             return None  # Django refuses it
-        row = self.get_object(request, unquote(object_id), to_field)
-        return row if row is not None and self.has_change_permission(request, row) else None
+        return self.get_object(request, unquote(object_id), to_field)
 
     @property
     def _name(self) -> str:
@@ -246,6 +253,14 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             admin.get_queryset = _reading_from(alias, get_queryset)
             admin.get_inline_instances = inlines
         return cast("FencedResourceAdmin", admin)
+
+
+def _noting(deleted: list[Any], delete_model: Callable[..., Any]) -> Callable[..., Any]:
+    def delete(request: HttpRequest, row: Any) -> None:
+        delete_model(request, row)
+        deleted.append(row)
+
+    return delete
 
 
 def _not_deleted(error: FencingError) -> str:

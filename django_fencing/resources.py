@@ -11,7 +11,7 @@ from django.db import models, router
 from django_fencing.conf import conf
 from django_fencing.exceptions import InvalidResource, NoSuchRow
 from django_fencing.models import Fence, FencedResource, fence_model, fence_pk, row_name
-from django_fencing.names import Keys, checked, read_slug, slug
+from django_fencing.names import Keys, checked, namespace_of, read_slug, slug
 
 ResourceLike = str | models.Model | tuple[type[models.Model], Any]
 
@@ -30,6 +30,7 @@ class Resource:
     pk: Any  # in that model
     row_model: type[FencedResource]  # what lease.row is
     floor: int = 0  # a hint: a token that the fence has reached
+    namespace: str = ""  # the tenant
 
     @property
     def place(self) -> tuple[str, type[FencedResource], Any]:
@@ -53,25 +54,38 @@ def resolve(given: ResourceLike, using: str | None = None) -> Resource:
     raise InvalidResource(f"A resource is a name, a saved row or (Model, pk), not {given!r}.")
 
 
+def tenant() -> str:
+    """Return NAMESPACE, in one spelling."""
+    namespace = conf.namespace
+    return checked(namespace, "FENCING['NAMESPACE']") if namespace else ""
+
+
 def _named(given: str, using: str | None) -> Resource:
     database = conf.database
-    return _of_given_name(given, conf.namespace, conf.prefix, database, using or database)
+    return _of_given_name(given, tenant(), conf.prefix, database, using or database)
 
 
 @functools.lru_cache(maxsize=1024)
 def _of_given_name(given: str, namespace: str, prefix: str, database: str, alias: str) -> Resource:
     name = checked(given)
     _refuse_row_name(name)
-    return _of_name(name, slug(name, namespace), prefix, database, alias)
+    return _of_name(name, slug(name, namespace), namespace, prefix, database, alias)
 
 
 def of_fence(fence: Fence, alias: str = "") -> Resource:
     """Return the resource of a name's fence in a database, that of the settings if "" ."""
-    name = read_slug(fence.name, conf.namespace) or fence.name
-    return _of_name(name, fence.name, conf.prefix, conf.database, alias or conf.database)
+    namespace = tenant()
+    name = read_slug(fence.name, namespace)
+    if name is None:
+        namespace = namespace_of(f"name:{fence.name}")
+        name = read_slug(fence.name, namespace) or fence.name
+    database = conf.database
+    return _of_name(name, fence.name, namespace, conf.prefix, database, alias or database)
 
 
-def _of_name(name: str, key: str, prefix: str, database: str, alias: str) -> Resource:
+def _of_name(
+    name: str, key: str, namespace: str, prefix: str, database: str, alias: str
+) -> Resource:
     kind = "name" if alias == database else f"name@{alias}"
     return Resource(
         name=name,
@@ -80,6 +94,7 @@ def _of_name(name: str, key: str, prefix: str, database: str, alias: str) -> Res
         model=Fence,
         pk=key,
         row_model=Fence,
+        namespace=namespace,
     )
 
 
@@ -163,13 +178,14 @@ def _resource(
     row_model: type[FencedResource],
     floor: int = 0,
 ) -> Resource:
-    name = checked(fence_name)
+    name, namespace = checked(fence_name), tenant()
     return Resource(
         name=name,
-        keys=Keys.of(conf.prefix, f"row:{slug(name, conf.namespace)}"),
+        keys=Keys.of(conf.prefix, f"row:{slug(name, namespace)}"),
         alias=alias,
         model=model,
         pk=pk,
         row_model=row_model,
         floor=floor,
+        namespace=namespace,
     )

@@ -1,19 +1,22 @@
 """The triggers by which the database itself guards a fence."""
 
+import hashlib
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+from django.db import NotSupportedError
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.backends.utils import split_identifier, truncate_name
+from django.db.backends.utils import split_identifier
 from django.db.models import Model
 
 from django_fencing.models import FENCE_FIELDS, fence_model
 from django_fencing.postgresql import REGISTRATION
 
-# How the errors begin.
-STALE = "django_fencing: the fence of"
-NEEDS_LEASE = "django_fencing: a lease is needed"
+# How the errors begin, and their SQLSTATEs: in class 23, integrity constraint violation, a subclass
+# from I to Z is nobody else's.
+STALE, STALE_STATE = "django_fencing: the fence of", "23ZF1"
+NEEDS_LEASE, NEEDS_LEASE_STATE = "django_fencing: a lease is needed", "23ZF2"
 
 HINT = "Do it in a fenced transaction of the row: lease.atomic() or fenced_atomic()."
 
@@ -21,52 +24,58 @@ HINT = "Do it in a fenced transaction of the row: lease.atomic() or fenced_atomi
 _GOES_DOWN = {
     "postgresql": "NEW.{token} < OLD.{token} OR "
     "(NEW.{token} = OLD.{token} AND NEW.{holder} IS DISTINCT FROM OLD.{holder})",
-    "sqlite": "NEW.{token} < OLD.{token} OR "
+    # SQLite keeps a text in a column of integers, and takes it for more than any number.
+    "sqlite": "typeof(NEW.{token}) <> 'integer' OR NEW.{token} < OLD.{token} OR "
     "(NEW.{token} = OLD.{token} AND NEW.{holder} IS NOT OLD.{holder})",
     "mysql": "NEW.{token} < OLD.{token} OR "
     "(NEW.{token} = OLD.{token} AND NOT (NEW.{holder} <=> OLD.{holder}))",
 }
 
-# An AFTER trigger sees what is written in the end, whatever other triggers have made of it. In
-# SQLSTATE's class 23, integrity constraint violation, a subclass from I to Z is nobody else's.
+# An AFTER trigger sees what is written in the end, whatever other triggers have made of it. Where
+# the row moves to another partition only the BEFORE trigger is asked.
 _FENCE_GUARD = {
     "postgresql": """
-CREATE OR REPLACE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $guard$
+CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $guard$
 BEGIN
     RAISE EXCEPTION '{stale} a row of % stands at %, and cannot go to %',
-        TG_TABLE_NAME, OLD.{token}, NEW.{token} USING ERRCODE = '23ZF1';
+        TG_TABLE_NAME, OLD.{token}, NEW.{token} USING ERRCODE = '{state}';
 END
 $guard$;
+CREATE OR REPLACE TRIGGER {before} BEFORE UPDATE ON {table} FOR EACH ROW
+WHEN ({goes_down}) EXECUTE FUNCTION {function}();
 CREATE OR REPLACE TRIGGER {name} AFTER UPDATE ON {table} FOR EACH ROW
-WHEN ({goes_down}) EXECUTE FUNCTION {name}();
+WHEN ({goes_down}) EXECUTE FUNCTION {function}();
 """,
     "sqlite": """
 CREATE TRIGGER IF NOT EXISTS {name} BEFORE UPDATE ON {table} FOR EACH ROW
 WHEN {goes_down}
 BEGIN
-    SELECT RAISE(ABORT, '{stale} a row cannot go down');
+    SELECT RAISE(ABORT, '{stale} a row of {text} cannot go down');
 END
 """,
     "mysql": """
 CREATE TRIGGER {name} BEFORE UPDATE ON {table} FOR EACH ROW
 IF {goes_down} THEN
-    SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = '{stale} a row cannot go down';
+    SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = '{stale} a row of {text} cannot go down';
 END IF
 """,
 }
 
-# What changes nothing but the fence passes: the fence's own guard looks at that.
+# Both ends of a registration pass, whatever a BEFORE trigger of the project adds to the row. What
+# changes nothing but the fence passes too: the fence's own guard looks at that.
 _LEASE_GUARD = """
-CREATE OR REPLACE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $guard$
+CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $guard$
 DECLARE
+    presented text := current_setting('{setting}', true);
     registered text;
     written record;
 BEGIN
     {look_up}
-    IF registered = current_setting('{setting}', true) THEN
+    IF presented = registered THEN
         RETURN NULL;
     END IF;
     IF TG_OP = 'UPDATE' THEN
+        {registering}
         written := NEW;
         {leave_out_the_fence}
         IF written *= OLD THEN
@@ -74,34 +83,45 @@ BEGIN
         END IF;
     END IF;
     RAISE EXCEPTION '{needs_lease} for the % of a row of %', TG_OP, TG_TABLE_NAME USING
-        ERRCODE = '23ZF2',
-        HINT = '{hint}';
+        ERRCODE = '{state}', HINT = '{hint}';
 END
 $guard$;
 CREATE OR REPLACE TRIGGER {name} AFTER UPDATE OR DELETE ON {table} FOR EACH ROW
-EXECUTE FUNCTION {name}();
+EXECUTE FUNCTION {function}();
 """
 
-_OWN_FENCE = "registered := OLD.{token} || ':' || OLD.{holder};"
+_OWN_FENCE = """registered :=
+        TG_RELID || ':' || OLD.{token} || ':' || OLD.{holder} || ':' || OLD.{pk};"""
+
+_REGISTERING = """IF presented =
+            TG_RELID || ':' || NEW.{token} || ':' || NEW.{holder} || ':' || NEW.{pk}
+        THEN
+            RETURN NULL;
+        END IF;"""
+
 _LEAVE_OUT = "written.{token} := OLD.{token}; written.{holder} := OLD.{holder};"
 
-# A parent's row that is gone was deleted in this transaction, and its own guard has let it go.
-_FENCE_OF_PARENT = """SELECT fenced.{token} || ':' || fenced.{holder} INTO registered
-    FROM {ancestors};
-    IF NOT FOUND THEN
-        RETURN NULL;
+# The parent's table is that of the same schema, whatever the search path finds first. Where its row
+# is deleted already, it has to be the row of which a registration is presented.
+_FENCE_OF_PARENT = """EXECUTE format(
+        'SELECT fenced.tableoid || '':'' || fenced.{token} || '':'' || fenced.{holder}'
+        ' || '':'' || fenced.{pk} FROM {ancestors}', {schemas}
+    ) INTO registered USING OLD.{link};
+    IF registered IS NULL AND TG_OP = 'DELETE' AND presented ~ '^[^:]*:[^:]*:[^:]*:' THEN
+        registered := format('%I.{parent}', TG_TABLE_SCHEMA)::regclass::oid
+            || substring(presented from '^[^:]*(:[^:]*:[^:]*:)') || OLD.{link};
     END IF;"""
 
 
 def creating(
-    connection: BaseDatabaseWrapper, model: type[Model], *, require_lease: bool
+    connection: BaseDatabaseWrapper, model: type[Model], by: str, *, require_lease: bool
 ) -> Iterator[str]:
     """
     Yield the statements that guard the table of `model`, whose fence may be a parent's.
 
-    Only PostgreSQL can require a lease.
+    `by` is what asks for it: each has triggers of its own. Only PostgreSQL can require a lease.
     """
-    guard = _Guard(connection, model)
+    guard = _Guard(connection, model, by)
     if guard.has_fence:
         if connection.vendor == "mysql":  # which cannot replace a trigger
             yield guard.without("fence_guard")
@@ -111,10 +131,10 @@ def creating(
 
 
 def dropping(
-    connection: BaseDatabaseWrapper, model: type[Model], *, require_lease: bool
+    connection: BaseDatabaseWrapper, model: type[Model], by: str, *, require_lease: bool
 ) -> Iterator[str]:
     """Yield the statements that undo those of creating()."""
-    guard = _Guard(connection, model)
+    guard = _Guard(connection, model, by)
     if require_lease and connection.vendor == "postgresql":
         yield guard.without("lease_guard")
     if guard.has_fence:
@@ -124,14 +144,17 @@ def dropping(
 class _Guard:
     """Writes the SQL for one table."""
 
-    def __init__(self, connection: BaseDatabaseWrapper, model: type[Model]) -> None:
+    def __init__(self, connection: BaseDatabaseWrapper, model: type[Model], by: str) -> None:
+        if connection.vendor not in _FENCE_GUARD:
+            raise NotSupportedError(f"ProtectFence knows no triggers of {connection.vendor}.")
         self._connection = connection
         self._model = model
+        self._by = by
         self._owner = fence_model(model)
         fields: list[Any] = [self._owner._meta.get_field(name) for name in FENCE_FIELDS]
-        self._fence = dict(
-            zip(("token", "holder"), (self._quoted(field.column) for field in fields), strict=True)
-        )
+        fields.append(self._owner._meta.pk)
+        columns = (self._quoted(field.column) for field in fields)
+        self._fence = dict(zip(("token", "holder", "pk"), columns, strict=True))
 
     @property
     def has_fence(self) -> bool:
@@ -144,18 +167,20 @@ class _Guard:
             **self._fence,
             goes_down=_GOES_DOWN[vendor].format(**self._fence),
             stale=STALE,
+            state=STALE_STATE,
+            text=self._model._meta.db_table.replace("'", "''"),
         )
 
     def of_lease(self) -> str:
-        look_up = _OWN_FENCE.format(**self._fence)
-        if not self.has_fence:
-            look_up = _FENCE_OF_PARENT.format(**self._fence, ancestors=self._ancestors())
+        own = self.has_fence
         return _LEASE_GUARD.format(
             **self._names("lease_guard"),
-            look_up=look_up,
-            leave_out_the_fence=_LEAVE_OUT.format(**self._fence) if self.has_fence else "",
+            look_up=_OWN_FENCE.format(**self._fence) if own else self._of_parent(),
+            registering=_REGISTERING.format(**self._fence) if own else "",
+            leave_out_the_fence=_LEAVE_OUT.format(**self._fence) if own else "",
             setting=REGISTRATION,
             needs_lease=NEEDS_LEASE,
+            state=NEEDS_LEASE_STATE,
             hint=HINT,
         )
 
@@ -164,26 +189,45 @@ class _Guard:
         if self._connection.vendor != "postgresql":
             return "DROP TRIGGER IF EXISTS {name}".format(**names)
         return (
-            "DROP TRIGGER IF EXISTS {name} ON {table}; DROP FUNCTION IF EXISTS {name}();"
+            "DROP TRIGGER IF EXISTS {before} ON {table}; DROP TRIGGER IF EXISTS {name} ON {table}; "
+            "DROP FUNCTION IF EXISTS {function}();"
         ).format(**names)
 
     def _names(self, kind: str) -> dict[str, str]:
         table = self._model._meta.db_table
-        longest = self._connection.ops.max_name_length()
-        name = truncate_name(f"{split_identifier(table)[1]}_{kind}", longest)
-        return {"name": self._quoted(name), "table": self._quoted(table)}
+        schema, name = split_identifier(table)
+        digest = hashlib.sha256(f"{table} {self._by}".encode()).hexdigest()[:8]
+        end = f"_{kind}_{digest}"
+        # PostgreSQL counts bytes.
+        longest = self._connection.ops.max_name_length() or 200
+        start = name.encode()[: longest - len(end) - len("_b")].decode(errors="ignore")
+        function = self._quoted(start + end)
+        return {
+            "name": self._quoted(start + end),
+            "before": self._quoted(f"{start}{end}_b"),
+            "function": f"{self._quoted(schema)}.{function}" if schema else function,
+            "table": self._quoted(table),
+        }
 
-    def _ancestors(self) -> str:
-        """Join the rows from the parent of this row to the one with the fence."""
+    def _of_parent(self) -> str:
+        """Look up the fence through the rows from the parent of this one to the one that has it."""
         chain = [self._model, *self._model._meta.get_base_chain(self._owner)]
-        tables, conditions, alias = [], [], "OLD"
+        tables, conditions, alias = [], [], ""
         for number, (child, parent) in enumerate(pairwise(chain)):
             link: Any = child._meta.get_ancestor_link(parent)
-            source = f"{alias}.{self._quoted(link.column)}"
+            source = f"{alias}.{self._quoted(link.column)}" if alias else "$1"
             alias = "fenced" if parent is self._owner else f"ancestor{number}"
-            tables.append(f"{self._quoted(parent._meta.db_table)} AS {alias}")
+            tables.append(f"%I.{self._quoted(parent._meta.db_table)} AS {alias}")
             conditions.append(f"{alias}.{self._quoted(link.target_field.column)} = {source}")
-        return f"{', '.join(tables)} WHERE {' AND '.join(conditions)}"
+        first: Any = self._model._meta.get_ancestor_link(chain[1])
+        ancestors = f"{', '.join(tables)} WHERE {' AND '.join(conditions)}"
+        return _FENCE_OF_PARENT.format(
+            **self._fence,
+            ancestors=ancestors.replace("'", "''"),
+            schemas=", ".join(["TG_TABLE_SCHEMA"] * len(tables)),
+            link=self._quoted(first.column),
+            parent=self._quoted(self._owner._meta.db_table).replace("'", "''"),
+        )
 
     def _quoted(self, name: str) -> str:
         return self._connection.ops.quote_name(name)

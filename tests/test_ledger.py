@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import re
+import unittest
 from contextlib import suppress
 from typing import Any
 
@@ -213,8 +214,8 @@ def test_an_outer_transaction_of_a_test_survives_a_ledger_that_fails(
             refused(name, client)[1].release()
             assert FenceEvent.objects.count() == 1
 
-    result = Case().run()
-    assert result is not None
+    result = unittest.TestResult()
+    unittest.TestSuite([Case()]).run(result)  # which opens the transactions
     assert result.wasSuccessful(), result.errors + result.failures
 
 

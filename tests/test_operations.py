@@ -37,8 +37,8 @@ def protected(model: str, alias: str = "default", *, require_lease: bool = False
 def triggers_of(alias: str = "default") -> set[str]:
     """Return what the guards have made in a database."""
     catalogues = {
-        "postgresql": "SELECT tgname FROM pg_trigger WHERE tgname LIKE '%%\\_guard' UNION "
-        "SELECT proname FROM pg_proc WHERE proname LIKE '%%\\_guard'",
+        "postgresql": "SELECT tgname FROM pg_trigger WHERE tgname LIKE '%%\\_guard\\_%%' UNION "
+        "SELECT proname FROM pg_proc WHERE proname LIKE '%%\\_guard\\_%%'",
         "sqlite": "SELECT name FROM sqlite_master WHERE type = 'trigger'",
     }
     with connections[alias].cursor() as cursor:

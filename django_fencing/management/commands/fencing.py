@@ -19,7 +19,7 @@ from django_fencing.exceptions import FencingError
 from django_fencing.models import FenceEvent
 from django_fencing.operators import Outcome
 from django_fencing.overview import ShownLease, all_leases
-from django_fencing.resources import resolve
+from django_fencing.resources import resolve, tenant
 
 _EPILOG = """
 return codes: 0 done, or all is well; 1 nothing was done, or something is wrong; 2 the arguments are
@@ -91,7 +91,7 @@ class Command(BaseCommand):
         target = operators.resource_of(options["resource"], options["using"])
         found = operators.state(target, options["using"] if isinstance(target, str) else None)
         events = FenceEvent.objects.using(conf.database).filter(
-            namespace=conf.namespace, resource=found.resource
+            namespace=tenant(), resource=found.resource
         )
         last = list(events.order_by("-pk")[:_LAST_EVENTS])
         if options["json"]:
