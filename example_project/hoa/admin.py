@@ -9,7 +9,9 @@ from django_fencing.admin import FencedResourceAdmin
 from hoa.models import (
     Charge,
     Complaint,
+    Escalation,
     MonthlyChargeRun,
+    Notice,
     Organization,
     Statement,
     Unit,
@@ -48,7 +50,17 @@ class StatementAdmin(admin.ModelAdmin):
 
 @admin.register(Complaint)
 class ComplaintAdmin(FencedResourceAdmin):
-    list_display = ("id", "organization", "text", "status", "last_fence_token")
+    list_display = ("id", "organization", "text", "status", "urgent", "last_fence_token")
+
+
+@admin.register(Escalation)
+class EscalationAdmin(admin.ModelAdmin):
+    list_display = ("complaint", "due_at", "created_at")
+
+
+@admin.register(Notice)
+class NoticeAdmin(admin.ModelAdmin):
+    list_display = ("organization", "text", "publish_at", "published_at")
 
 
 @admin.register(VendorAssignment)

@@ -1,6 +1,10 @@
 """Organizations with their units and charges, complaints with their vendors."""
 
+from datetime import datetime, timedelta
+from typing import ClassVar
+
 from django.db import models
+from django.utils import timezone
 
 from django_fencing.models import FencedResource
 
@@ -96,11 +100,21 @@ class Complaint(FencedResource):
     organization = models.ForeignKey(
         Organization, on_delete=models.PROTECT, related_name="complaints"
     )
+    # How long it may stay open, by whether it is urgent.
+    SLA: ClassVar = {True: timedelta(days=1), False: timedelta(days=14)}
+
     text = models.TextField()
     status = models.CharField(max_length=20, choices=Status, default=Status.OPEN)
+    urgent = models.BooleanField(default=False)
+    filed_at = models.DateTimeField(default=timezone.now, editable=False)
 
     def __str__(self) -> str:
         return f"complaint {self.pk}"
+
+    @property
+    def due_at(self) -> datetime:
+        """The deadline by which a vendor is to be assigned."""
+        return self.filed_at + self.SLA[self.urgent]
 
 
 class VendorAssignment(models.Model):
@@ -117,6 +131,29 @@ class VendorAssignment(models.Model):
 
     def __str__(self) -> str:
         return f"{self.vendor} for {self.complaint}"
+
+
+class Escalation(models.Model):
+    """A complaint that has stayed open for too long; the complaint's own row is protected."""
+
+    complaint = models.ForeignKey(Complaint, on_delete=models.CASCADE, related_name="escalations")
+    due_at = models.DateTimeField()
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    def __str__(self) -> str:
+        return f"{self.complaint} of {self.complaint.organization} was due {self.due_at:%Y-%m-%d}"
+
+
+class Notice(models.Model):
+    """What an organization tells its owners, from a certain time on."""
+
+    organization = models.ForeignKey(Organization, on_delete=models.CASCADE, related_name="notices")
+    text = models.TextField()
+    publish_at = models.DateTimeField()
+    published_at = models.DateTimeField(null=True, editable=False)
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.organization})"
 
 
 class LastWrittenToken(models.Model):

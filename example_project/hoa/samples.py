@@ -1,9 +1,10 @@
 """Made-up organizations and vendors, and a login."""
 
-from datetime import date
+from datetime import date, timedelta
 from decimal import Decimal
 
 from django.contrib.auth.models import User
+from django.utils import timezone
 
 from hoa.models import Complaint, Organization, Vendor, VendorContract
 
@@ -13,6 +14,8 @@ ORGANIZATIONS = {
     "Linden Court": ["The lift is stuck.", "Water comes through the ceiling of A1."],
     "Harbour View": ["The front door does not close."],
 }
+
+URGENT = ["Water comes through the ceiling of A1."]
 
 VENDORS = {"Swift Lifts": date(2099, 12, 31), "Ace Plumbing": date(2020, 12, 31)}
 
@@ -39,7 +42,11 @@ def sample_vendor(name: str, ends_on: date) -> Vendor:
 
 def sample_complaint(organization: Organization, text: str) -> Complaint:
     """Return the complaint, made unless it is there."""
-    complaint, _ = Complaint.objects.get_or_create(organization=organization, text=text)
+    complaint, _ = Complaint.objects.get_or_create(
+        organization=organization,
+        text=text,
+        defaults={"urgent": text in URGENT, "filed_at": timezone.now() - timedelta(days=2)},
+    )
     return complaint
 
 

@@ -62,6 +62,7 @@ def organization(request: HttpRequest, pk: int) -> HttpResponse:
         "organization": organization,
         "units": organization.units.order_by("label"),
         "runs": organization.runs.order_by("-month", "-pk"),
+        "notices": organization.notices.exclude(published_at=None).order_by("-published_at"),
     }
     return render(request, "hoa/organization.html", shown)
 
