@@ -5,9 +5,8 @@ from typing import Any
 from django.db import DatabaseError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from django_fencing import postgresql
 from django_fencing.exceptions import FencingError, StaleToken, UnfencedWrite
-from django_fencing.triggers import HINT, NEEDS_LEASE_STATE, STALE, STALE_STATE
+from django_fencing.triggers import HINT, NEEDS_LEASE, STALE
 
 
 def explain(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
@@ -28,10 +27,10 @@ def explain_on(connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
 
 
 def _refusal(error: DatabaseError) -> FencingError | None:
-    state, said = postgresql.sqlstate(error), _said(error)
-    if state == STALE_STATE or (state is None and said.startswith(STALE)):
+    said = _said(error)
+    if said.startswith(STALE):
         return StaleToken(_sentence(said))
-    if state == NEEDS_LEASE_STATE:
+    if said.startswith(NEEDS_LEASE):
         return UnfencedWrite(f"{_sentence(said)} {HINT}")
     return None
 

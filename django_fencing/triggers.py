@@ -13,10 +13,12 @@ from django.db.models import Model
 from django_fencing.models import FENCE_FIELDS, fence_model
 from django_fencing.postgresql import REGISTRATION
 
-# How the errors begin, and their SQLSTATEs: in class 23, integrity constraint violation, a subclass
-# from I to Z is nobody else's.
-STALE, STALE_STATE = "django_fencing: the fence of", "23ZF1"
-NEEDS_LEASE, NEEDS_LEASE_STATE = "django_fencing: a lease is needed", "23ZF2"
+# How the errors begin.
+STALE = "django_fencing: the fence of"
+NEEDS_LEASE = "django_fencing: a lease is needed"
+
+# In SQLSTATE's class 23, integrity constraint violation, a subclass from I to Z is nobody else's.
+_STALE_STATE, _NEEDS_LEASE_STATE = "23ZF1", "23ZF2"
 
 HINT = "Do it in a fenced transaction of the row: lease.atomic() or fenced_atomic()."
 
@@ -167,7 +169,7 @@ class _Guard:
             **self._fence,
             goes_down=_GOES_DOWN[vendor].format(**self._fence),
             stale=STALE,
-            state=STALE_STATE,
+            state=_STALE_STATE,
             text=self._model._meta.db_table.replace("'", "''"),
         )
 
@@ -180,7 +182,7 @@ class _Guard:
             leave_out_the_fence=_LEAVE_OUT.format(**self._fence) if own else "",
             setting=REGISTRATION,
             needs_lease=NEEDS_LEASE,
-            state=NEEDS_LEASE_STATE,
+            state=_NEEDS_LEASE_STATE,
             hint=HINT,
         )
 
