@@ -201,7 +201,7 @@ class OnceRecordAdmin(_ReadOnlyAdmin):
     list_display = ("shown_key", "resource", "token", "created_at")
     list_filter = ("created_at",)
     search_fields = ("key", "resource")
-    fields = ("shown_key", "resource", "token", "created_at", "result", "fingerprint")
+    fields = ("shown_key", "resource", "token", "created_at", "used_at", "result", "fingerprint")
     readonly_fields = ("shown_key",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:

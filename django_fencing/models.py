@@ -171,7 +171,10 @@ class OnceRecord(models.Model):
     token = models.BigIntegerField(help_text="Token of the lease under which it was done.")
     fingerprint = models.CharField(max_length=64, help_text="SHA-256 of the payload.")
     result = models.TextField(help_text="As JSON; empty while the work is being done.")
-    created_at = models.DateTimeField(default=timezone.now, db_index=True)
+    created_at = models.DateTimeField(default=timezone.now)
+    used_at = models.DateTimeField(
+        default=timezone.now, db_index=True, help_text="When it was asked for last, to a day."
+    )
 
     class Meta:
         verbose_name = "work done once"

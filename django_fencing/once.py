@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable
-from datetime import datetime, time
+from datetime import datetime, time, timedelta
 from typing import Any
 
 from django.core.serializers.json import DjangoJSONEncoder
@@ -12,6 +12,7 @@ from django.db import connections, transaction
 from django.db.models.constants import OnConflict
 from django.db.models.sql import InsertQuery
 from django.db.transaction import TransactionManagementError
+from django.utils import timezone
 
 from django_fencing import flow
 from django_fencing.conf import conf
@@ -23,6 +24,9 @@ from django_fencing.signals import once_replayed
 
 # The record that kept the key from being claimed may be deleted before it is read.
 _TRIES = 3
+
+# How exactly it is known when a record was used last.
+_USED_TO = timedelta(days=1)
 
 
 def once(key: str, func: Callable[..., Any], *args: Any, payload: Any = None) -> Any:
@@ -124,6 +128,8 @@ def _replayed(key: str, fingerprint: str, lease: Lease, found: OnceRecord) -> An
             key=key,
             token=found.token,
         )
+    if timezone.now() - found.used_at > _USED_TO:
+        _rows(key, lease.place[0]).update(used_at=timezone.now())
     line = {"key": key, "token": lease.token, "done_under": found.token}
     once_replayed.announce(lease._resource, line, lease=lease, key=key)
     return json.loads(found.result)

@@ -158,8 +158,8 @@ def prunable(alias: str, before: datetime) -> dict[str, int]:
     """Count what prune() would look at."""
     return {
         "fences": _old_fences(alias, before).count(),
-        "once records": _old(OnceRecord, alias, before).count(),
-        "events": _old(FenceEvent, alias, before).count(),
+        "once records": _unused(OnceRecord, alias, before).count(),
+        "events": _unused(FenceEvent, alias, before).count(),
     }
 
 
@@ -251,8 +251,8 @@ def _delete(alias: str, before: datetime, leased: list[tuple[Resource, int]]) ->
 
 
 def _prune_rows(model: type[models.Model], alias: str, before: datetime) -> Iterator[int]:
-    while keys := list(_old(model, alias, before).values_list("pk", flat=True)[:_BATCH]):
-        deleted, _ = _old(model, alias, before).filter(pk__in=keys).delete()
+    while keys := list(_unused(model, alias, before).values_list("pk", flat=True)[:_BATCH]):
+        deleted, _ = _unused(model, alias, before).filter(pk__in=keys).delete()
         yield deleted
 
 
@@ -260,5 +260,6 @@ def _old_fences(alias: str, before: datetime) -> QuerySet[Any]:
     return Fence.objects.using(alias).filter(registered_at__lt=before)
 
 
-def _old(model: type[models.Model], alias: str, before: datetime) -> QuerySet[Any]:
-    return QuerySet(model, using=alias).filter(created_at__lt=before)
+def _unused(model: type[models.Model], alias: str, before: datetime) -> QuerySet[Any]:
+    since = "used_at__lt" if model is OnceRecord else "created_at__lt"
+    return QuerySet(model, using=alias).filter(**{since: before})

@@ -551,6 +551,26 @@ def test_a_process_that_is_killed_has_done_all_or_nothing(
     assert len(written()) == 1
 
 
+def test_it_is_known_when_a_record_was_used_last(name: str, key: str) -> None:
+    """To a day: a replay within it writes nothing."""
+    do(name, key, write)
+    rows = OnceRecord.objects.filter(pk=record_of(key).pk)
+    rows.update(used_at=timezone.now() - timedelta(days=9))
+
+    with statements() as first:
+        do(name, key, never)
+    with statements() as second:
+        do(name, key, never)
+
+    assert timezone.now() - rows.get().used_at < timedelta(minutes=1)
+    assert [
+        any("used_at" in sql and "UPDATE" in sql for sql in one) for one in (first, second)
+    ] == [
+        True,
+        False,
+    ]
+
+
 # What it costs, and what is told
 
 
