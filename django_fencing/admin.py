@@ -141,7 +141,7 @@ class FenceAdmin(_ReadOnlyAdmin):
         row: Any = Fence(name=resource.pk)
         if resource.model is not Fence:
             row = QuerySet(resource.model, using=resource.alias).filter(pk=resource.pk).first()
-        line = f"{resource.name}: {forced.said}."
+        line = _("Lock of {resource}: {said}.").format(resource=resource.name, said=forced.said)
         self.log_change(request, row or Fence(name=resource.name), line)
         done = forced.outcome is operators.Outcome.RELEASED
         self.message_user(request, line, messages.SUCCESS if done else messages.WARNING)

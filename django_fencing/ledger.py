@@ -64,7 +64,8 @@ def forced(
 ) -> None:
     """Note that an operator has ended a lease; `holder` and `token` are the operator's."""
     if _is_on():
-        message = f"{evicted} evicted by token {token}" + (f": {reason}" if reason else "")
+        by = f"{user or 'an operator'} with token {token}"
+        message = f"{evicted} evicted by {by}" + (f": {reason}" if reason else "")
         _note(FenceEvent.Kind.FORCED, resource, holder, token, message, user)
 
 
