@@ -1,11 +1,8 @@
-"""Leases in Redis or Valkey. With clients.py the only module that knows redis-py."""
+"""Leases in Redis or Valkey."""
 
-import functools
-import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from typing import Any
 
 import redis
@@ -14,7 +11,7 @@ from django_fencing.conf import conf
 from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import JUMP, TOKEN_LIMIT, Grant, Holder, Refusal
 from django_fencing.resources import Resource
-from django_fencing.stores import clients
+from django_fencing.stores import clients, scripts
 from django_fencing.stores.asking import asking, blocking, impatient
 from django_fencing.stores.base import LATENESS, Finding, Store
 from django_fencing.stores.inspection import RedisInspector
@@ -22,14 +19,6 @@ from django_fencing.stores.permissions import examined
 
 # Of the hash that is a lease. A lease with another layout counts as held by unknown.
 _LAYOUT = "1"
-
-# What is put between lease.lua and these scripts.
-_SHARED = {
-    "acquire": ("counter", "queue"),
-    "reissue": ("counter",),
-    "release": ("queue",),
-    "take_over": ("counter",),
-}
 
 # Bytes kept of each text that describes the holder: Redis keeps a hash compact as long as no
 # value is longer (hash-max-listpack-value), and the lease stays below 512 bytes.
@@ -56,7 +45,7 @@ class RedisStore(Store):
         patience: float | None = None,
     ) -> Grant | Refusal:
         keys = resource.keys
-        status, *rest = self._run(
+        status, *rest = scripts.run(
             "acquire",
             resource,
             [keys.lease, keys.done, keys.held, keys.token, keys.queue, keys.beats, keys.wakes],
@@ -107,7 +96,7 @@ class RedisStore(Store):
 
     def reissue(self, resource: Resource, holder: Holder, *, above: int) -> Grant | Refusal:
         keys = resource.keys
-        status, *rest = self._run(
+        status, *rest = scripts.run(
             "reissue",
             resource,
             [keys.lease, keys.done, keys.token],
@@ -117,7 +106,7 @@ class RedisStore(Store):
 
     def confirm(self, resource: Resource, holder: Holder, *, patience: float | None = None) -> bool:
         keys = resource.keys
-        (status,) = self._run(
+        (status,) = scripts.run(
             "confirm", resource, [keys.lease, keys.done], [holder.id.hex], patience
         )
         return status == "mine"
@@ -126,7 +115,7 @@ class RedisStore(Store):
         self, resource: Resource, holder: Holder, *, ttl: float, patience: float | None = None
     ) -> bool:
         keys = resource.keys
-        (status,) = self._run(
+        (status,) = scripts.run(
             "extend",
             resource,
             [keys.lease, keys.done, keys.held],
@@ -144,7 +133,7 @@ class RedisStore(Store):
         patience: float | None = None,
     ) -> bool:
         keys = resource.keys
-        (status,) = self._run(
+        (status,) = scripts.run(
             "release",
             resource,
             [keys.lease, keys.done, keys.held, keys.queue, keys.beats, keys.wakes],
@@ -157,7 +146,7 @@ class RedisStore(Store):
         self, resource: Resource, shown: str, holder: Holder, *, ttl: float, floor: int
     ) -> Grant | Refusal | None:
         keys = resource.keys
-        status, *rest = self._run(
+        status, *rest = scripts.run(
             "take_over",
             resource,
             [keys.lease, keys.done, keys.held, keys.token],
@@ -205,29 +194,6 @@ class RedisStore(Store):
             return {**found, "server": "unknown", "reason": error}
         return {**found, "server": server.name, "version": server.version}
 
-    def _run(
-        self,
-        name: str,
-        resource: Resource,
-        keys: list[str],
-        args: list[Any],
-        patience: float | None = None,
-    ) -> list[str]:
-        """Run a script by its digest; where the server has lost it, send it whole."""
-        script, digest = _script(name)
-        rest = (len(keys), *keys, *args)
-        try:
-            ask = asking(patience)
-            try:
-                reply = ask("EVALSHA", digest, *rest)
-            except redis.exceptions.NoScriptError:
-                reply = ask("EVAL", script, *rest)
-        except clients.FAILURES as error:
-            raise StoreUnavailable(
-                f"Cannot {name} {resource.name!r}: {error}", resource=resource.name
-            ) from error
-        return [_text(part) for part in (reply if isinstance(reply, list) else [reply])]
-
     def _granted(self, status: str, rest: list[str], resource: Resource) -> Grant:
         if status == "granted":
             return Grant(token=int(rest[0]))
@@ -239,15 +205,6 @@ class RedisStore(Store):
         raise StoreUnavailable(
             f"Cannot acquire {resource.name!r}: {reasons[status]}", resource=resource.name
         )
-
-
-@functools.cache
-def _script(name: str) -> tuple[str, str]:
-    """Return the script and its SHA-1, by which EVALSHA names it."""
-    folder = files("django_fencing.stores") / "lua"
-    parts = ["lease", *_SHARED.get(name, ()), name]
-    text = "\n".join((folder / f"{part}.lua").read_text("utf-8") for part in parts)
-    return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def _described_for(resource: Resource, holder: Holder) -> list[Any]:
@@ -278,7 +235,3 @@ def _short(text: str) -> str:
     if len(text) * 4 <= _LONGEST_TEXT:  # whatever letters these are
         return text
     return text.encode()[:_LONGEST_TEXT].decode(errors="ignore")
-
-
-def _text(part: Any) -> str:
-    return part.decode(errors="replace") if isinstance(part, bytes) else str(part)
