@@ -5,11 +5,10 @@ from typing import Any
 from django.contrib import admin, messages
 from django.contrib.admin.utils import quote
 from django.contrib.auth import get_permission_codename
-from django.core.exceptions import PermissionDenied
+from django.core.exceptions import ImproperlyConfigured, PermissionDenied
 from django.db import models
 from django.db.models import QuerySet
-from django.http import Http404, HttpRequest, HttpResponse
-from django.shortcuts import redirect
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.utils.decorators import method_decorator
@@ -114,12 +113,12 @@ class FenceAdmin(_ReadOnlyAdmin):
             obstacle = _obstacle(lease, resource, shown)
             if resource and lease and not obstacle and request.method == "POST":
                 return self._release(request, resource, shown)
-        except StoreUnavailable as error:
+        except (StoreUnavailable, ImproperlyConfigured) as error:
             obstacle = _("The store cannot be asked: {error}").format(error=error)
         if request.method == "POST":
             self.log_change(request, Fence(name=keys.member.partition(":")[2]), obstacle)
             self.message_user(request, obstacle, messages.ERROR)
-            return redirect(f"admin:{_CHANGELIST}")
+            return self._back()
         context = {
             **self.admin_site.each_context(request),
             "title": _("End a lease"),
@@ -136,7 +135,7 @@ class FenceAdmin(_ReadOnlyAdmin):
 
     def _release(self, request: HttpRequest, resource: Resource, shown: str) -> HttpResponse:
         """End the lease, and leave an entry in the admin's own log, whatever came of it."""
-        user, reason = str(request.user), request.POST.get("reason", "").strip()
+        user, reason = str(request.user), request.POST.get("reason", "").replace("\0", "").strip()
         forced = operators.force_release(resource, shown, user=user, reason=reason)
         row: Any = Fence(name=resource.pk)
         if resource.model is not Fence:
@@ -145,7 +144,11 @@ class FenceAdmin(_ReadOnlyAdmin):
         self.log_change(request, row or Fence(name=resource.name), line)
         done = forced.outcome is operators.Outcome.RELEASED
         self.message_user(request, line, messages.SUCCESS if done else messages.WARNING)
-        return redirect(f"admin:{_CHANGELIST}")
+        return self._back()
+
+    def _back(self) -> HttpResponse:
+        page = reverse(f"admin:{_CHANGELIST}", current_app=self.admin_site.name)
+        return HttpResponseRedirect(page)
 
     def _release_url(self, request: HttpRequest, item: ShownLease) -> str:
         """Return the address of the page that asks whether to end the lease, "" if none does."""
@@ -213,7 +216,7 @@ class OnceRecordAdmin(_ReadOnlyAdmin):
 
     @admin.display(description=gettext_lazy("key"), ordering="key")
     def shown_key(self, record: OnceRecord) -> str:
-        return read_slug(record.key, conf.namespace) or record.key
+        return read_slug(record.key, tenant()) or record.key
 
 
 def _obstacle(lease: LeaseRecord | None, resource: Resource | None, shown: str) -> str:

@@ -2,6 +2,8 @@
 
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, transaction
@@ -12,7 +14,7 @@ from django_fencing.conf import conf, faults
 from django_fencing.exceptions import FencingError, StoreUnavailable
 from django_fencing.fences import Registration
 from django_fencing.grants import Grant, Holder, Refusal
-from django_fencing.models import Fence
+from django_fencing.models import Fence, FenceEvent, FenceFloor, OnceRecord
 from django_fencing.resources import Resource, of_fence, resolve
 from django_fencing.stores.base import Finding, Store, get_store
 
@@ -39,9 +41,14 @@ def examine() -> Iterator[Finding]:
     except (StoreUnavailable, ImproperlyConfigured) as error:
         yield Finding("store", False, str(error))
         return
-    resource = resolve(f"fencing-doctor:{uuid.uuid4().hex}")
+    try:
+        resource = resolve(f"fencing-doctor:{uuid.uuid4().hex}")
+    except (FencingError, ImproperlyConfigured) as error:
+        yield Finding("namespace", False, str(error))
+        return
     yield from _round(store, resource)
     yield from _database(resource)
+    yield from _tables()
     yield from _counters(store)
 
 
@@ -50,25 +57,27 @@ def _round(store: Store, resource: Resource) -> Iterator[Finding]:
     first, second = flow.new_holder("fencing doctor"), flow.new_holder("fencing doctor")
     step = "acquire"
     try:
-        granted = store.acquire(resource, first, ttl=_TTL, floor=0)
+        granted = store.acquire(resource, first, ttl=_TTL, floor=0, patience=_PATIENCE)
         yield Finding(step, isinstance(granted, Grant), _said(granted))
         step = "extend"
-        yield _answered(step, store.extend(resource, first, ttl=_TTL))
+        yield _answered(step, store.extend(resource, first, ttl=_TTL, patience=_PATIENCE))
         step = "confirm"
-        yield _answered(step, store.confirm(resource, first))
+        yield _answered(step, store.confirm(resource, first, patience=_PATIENCE))
         step = "wait"
-        refused = store.acquire(resource, second, ttl=_TTL, floor=0, waits=_WAIT)
+        refused = store.acquire(
+            resource, second, ttl=_TTL, floor=0, waits=_WAIT, patience=_PATIENCE
+        )
         stands = isinstance(refused, Refusal) and refused.place == 0
-        store.release(resource, first)
+        store.release(resource, first, patience=_PATIENCE)
         woken = store.wait(resource, second, _WAIT) if stands else False
         if woken is None:
             yield Finding(step, None, "waiters ask from time to time: none can block")
         else:
             yield Finding(step, stands and woken, "woken by the release" if woken else "not woken")
-        again = store.acquire(resource, second, ttl=_TTL, floor=0)
+        again = store.acquire(resource, second, ttl=_TTL, floor=0, patience=_PATIENCE)
         yield Finding("hand over", isinstance(again, Grant), _said(again))
         step = "release"
-        yield _answered(step, store.release(resource, second))
+        yield _answered(step, store.release(resource, second, patience=_PATIENCE))
     except FencingError as error:
         yield Finding(step, False, str(error))
     finally:
@@ -87,6 +96,17 @@ def _database(resource: Resource) -> Iterator[Finding]:
         yield Finding("register", True, f"{resource.alias!r} reads from snapshots")
     except (DatabaseError, FencingError, fences.NotRegistered) as error:
         yield Finding("register", False, " ".join(str(error).split()))
+
+
+def _tables() -> Iterator[Finding]:
+    for model in (Fence, FenceFloor, FenceEvent, OnceRecord):
+        rows: QuerySet[Any] = QuerySet(model, using=conf.database)
+        try:
+            rows.exists()
+        except DatabaseError as error:
+            yield Finding("tables", False, f"{model._meta.db_table}: {error}".splitlines()[0])
+            return
+    yield Finding("tables", True, f"in the database {conf.database!r}")
 
 
 def _counters(store: Store) -> Iterator[Finding]:
@@ -121,9 +141,7 @@ def _said(answer: Grant | Refusal) -> str:
 
 
 def _forget(store: Store, resource: Resource, *holders: Holder) -> None:
-    for holder in holders:
-        try:
-            store.release(resource, holder)
-        except FencingError:  # it runs out
-            return
-    store.forget(resource)
+    with suppress(FencingError):  # it runs out
+        for holder in holders:
+            store.release(resource, holder, patience=_PATIENCE)
+        store.forget(resource, *holders)

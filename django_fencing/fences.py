@@ -97,12 +97,16 @@ def stale(resource: Resource, mine: Registration) -> StaleToken:
     return _stale(resource, mine, _read(resource))
 
 
-def reached(resource: Resource) -> int:
-    """Return the token that the fence has reached. Raise NoSuchRow if it has none."""
+def reached(resource: Resource) -> tuple[int, bool]:
+    """
+    Return the token above which the next one has to be, and whether a fence has reached it.
+
+    Raise NoSuchRow if there is no row.
+    """
     if found := _read(resource):
-        return found.token
+        return found.token, found.holder is not None
     if resource.model is Fence:
-        return pruned(resource.alias)
+        return pruned(resource.alias), False
     raise NoSuchRow(
         f"{resource.name!r} has no row in database {resource.alias!r}.", resource=resource.name
     )

@@ -56,7 +56,7 @@ def slug(name: str, namespace: str = "") -> str:
 
 def read_slug(slug: str, namespace: str = "") -> str | None:
     """Return the name that `slug` holds, "…" for what is cut off; None if another tenant has it."""
-    prefix = f"{encoded(checked(namespace))}|" if namespace else ""
+    prefix = f"{encoded(namespace)}|" if namespace else ""
     if not slug.startswith(prefix) or "|" in slug.removeprefix(prefix):
         return None
     shown, cut, _ = slug.removeprefix(prefix).partition("%~")
@@ -97,7 +97,8 @@ class Keys:
         """Return the keys of what was shown as this member, None if it can be none."""
         kind, colon, slug = member.partition(":")
         is_one = slug and colon and (kind in ("row", "name") or kind.startswith("name@"))
-        return cls.of(prefix, member) if is_one and len(member) < _LONGEST * 2 else None
+        is_short = len(member) < _LONGEST * 2 and member.isascii() and member.isprintable()
+        return cls.of(prefix, member) if is_one and is_short else None
 
     @classmethod
     def every_tag(cls, prefix: str) -> "list[Keys]":

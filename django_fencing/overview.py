@@ -20,7 +20,7 @@ from django_fencing.exceptions import InvalidResource, StoreUnavailable
 from django_fencing.grants import LeaseRecord
 from django_fencing.models import Fence, FencedResource, fence_model
 from django_fencing.names import Keys, encoded, namespace_of, read_slug, slugs_of
-from django_fencing.resources import Resource, of_fence, resolve
+from django_fencing.resources import Resource, of_fence, resolve, tenant
 from django_fencing.stores.base import Listed, Look, get_store
 
 PER_PAGE = 25
@@ -108,7 +108,7 @@ def overview(
     lease_page: Page[Any]
     try:
         with get_store().inspect(_PATIENCE) as inspector:
-            found = _listed(inspector.listed(), search, conf.namespace)
+            found = _listed(inspector.listed(), search, tenant())
             lease_page = Paginator(found, PER_PAGE).get_page(leases)
             known = [resource.keys for resource in resources if resource]
             looks = iter(
@@ -131,10 +131,10 @@ def overview(
     )
 
 
-def all_leases(tenant: str | None) -> list[ShownLease]:
+def all_leases(namespace: str | None) -> list[ShownLease]:
     """Return every lease of a tenant, of all of them if None. Raise StoreUnavailable."""
     with get_store().inspect(_PATIENCE_OF_ALL) as inspector:
-        found = _listed(inspector.listed(), "", tenant)
+        found = _listed(inspector.listed(), "", namespace)
         looks: list[Look] = []
         for start in range(0, len(found), _AT_ONCE):
             part = found[start : start + _AT_ONCE]
@@ -144,17 +144,19 @@ def all_leases(tenant: str | None) -> list[ShownLease]:
     return [lease for lease in shown if lease]
 
 
-def _listed(listed: Sequence[Listed], search: str, tenant: str | None) -> list[tuple[str, Listed]]:
+def _listed(
+    listed: Sequence[Listed], search: str, namespace: str | None
+) -> list[tuple[str, Listed]]:
     """Return the resources of a tenant, or of all, whose name matches, with their names."""
     recent = datetime.now(UTC) - _LAPSED_SINCE
-    named = ((_name(item, tenant), item) for item in listed if item.ends > recent)
+    named = ((_name(item, namespace), item) for item in listed if item.ends > recent)
     wanted = search.casefold()
     return [(name, item) for name, item in named if name and wanted in name.casefold()]
 
 
-def _name(item: Listed, tenant: str | None) -> str | None:
+def _name(item: Listed, namespace: str | None) -> str | None:
     _, _, slug = item.keys.member.partition(":")
-    return read_slug(slug, namespace_of(item.keys.member) if tenant is None else tenant)
+    return read_slug(slug, namespace_of(item.keys.member) if namespace is None else namespace)
 
 
 def _shown_lease(name: str, item: Listed, look: Look) -> ShownLease | None:

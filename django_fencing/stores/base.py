@@ -132,8 +132,8 @@ class Store(ABC):
         """Yield what is to be said of the store's server. Raise StoreUnavailable."""
         return ()
 
-    def forget(self, resource: Resource) -> None:  # noqa: B027 - not every store counts
-        """Forget the counter of a resource that nobody will ever lock again."""
+    def forget(self, resource: Resource, *holders: Holder) -> None:  # noqa: B027 - it may keep none
+        """Forget what is kept of a resource that nobody will ever lock again."""
 
     def describe(self) -> dict[str, object]:
         """Return what the log says of the store at its first use in a process."""

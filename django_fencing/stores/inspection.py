@@ -1,6 +1,7 @@
 """What the leases in Redis look like, for people: no KEYS, no SCAN, nothing is written."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -15,6 +16,8 @@ from django_fencing.stores.base import Inspector, Listed, Look
 
 # Of each of the 64 tags, the latest to end first.
 _MOST_OF_A_TAG = 160
+
+_HOLDER = re.compile("[0-9a-fA-F]{32}")
 
 # The year 2100.
 _LATEST = 4_102_444_800
@@ -108,7 +111,7 @@ def _record(ends: int, values: Any) -> LeaseRecord | None:
     holder, token, host, pid, function, since, model, pk = map(_text, values)
     return LeaseRecord(
         remaining=remaining,
-        holder=holder,
+        holder=holder if _HOLDER.fullmatch(holder) else "",
         token=_number(token),
         host=host,
         pid=pid,

@@ -162,7 +162,7 @@ class RedisStore(Store):
                 *_described_for(resource, holder),
             ],
         )
-        if status == "gone":
+        if status in ("gone", "done"):
             return None
         if status == "held":
             remaining, *described = rest
@@ -178,9 +178,10 @@ class RedisStore(Store):
         with impatient(seconds) as client:
             yield from examined(client)
 
-    def forget(self, resource: Resource) -> None:
+    def forget(self, resource: Resource, *holders: Holder) -> None:
         try:
             asking()("DEL", resource.keys.token)
+            asking()("ZREM", resource.keys.done, *(holder.id.hex for holder in holders), "-")
         except clients.FAILURES as error:
             raise StoreUnavailable(
                 f"Cannot forget {resource.name!r}: {error}", resource=resource.name

@@ -2,34 +2,42 @@
 
 import getpass
 import json
+import os
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.utils.connection import ConnectionDoesNotExist
 
 from django_fencing import doctor, operators
 from django_fencing.commands import RETURN_CODES
 from django_fencing.conf import conf, namespace
 from django_fencing.exceptions import FencingError
+from django_fencing.grants import LeaseRecord
 from django_fencing.models import FenceEvent
 from django_fencing.operators import Outcome
 from django_fencing.overview import ShownLease, all_leases
-from django_fencing.resources import resolve, tenant
+from django_fencing.pruning import Pruning
+from django_fencing.resources import tenant
 
 _EPILOG = """
 return codes: 0 done, or all is well; 1 nothing was done, or something is wrong; 2 the arguments are
-not understood; 64 what is named cannot be locked; 69 Redis cannot be asked; 75 released, but the
-holder is not fenced yet. RESOURCE is a name, or app.model:pk for a row.
+not understood; 64 what is named is not there, or cannot be locked; 69 Redis cannot be asked; 75
+released, but the holder is not fenced yet. RESOURCE is a name, or app.model:pk for a row.
 """
 
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 _LAST_EVENTS = 5
+
+# So many letters of a holder's id will do.
+_LEAST = 8
 
 
 class Command(BaseCommand):
@@ -71,11 +79,11 @@ class Command(BaseCommand):
         except FencingError as error:
             code = next((code for kind, code in RETURN_CODES.items() if isinstance(error, kind)), 1)
             raise CommandError(" ".join(str(error).split()), returncode=code) from error
-        except ImproperlyConfigured as error:
+        except (ImproperlyConfigured, ConnectionDoesNotExist) as error:
             raise CommandError(" ".join(str(error).split())) from error
 
     def locks(self, **options: Any) -> None:
-        leases = all_leases(tenant=options["namespace"])
+        leases = all_leases(options["namespace"])
         if options["json"]:
             self._json([_lease_json(item) for item in leases])
             return
@@ -88,8 +96,7 @@ class Command(BaseCommand):
         )
 
     def show(self, **options: Any) -> None:
-        target = operators.resource_of(options["resource"], options["using"])
-        found = operators.state(target, options["using"] if isinstance(target, str) else None)
+        found = operators.state(operators.resource_of(options["resource"], options["using"]))
         events = FenceEvent.objects.using(conf.database).filter(
             namespace=tenant(), resource=found.resource
         )
@@ -118,21 +125,20 @@ class Command(BaseCommand):
             ("since", _moment(lease.since) if lease else ""),
             ("counter", "" if found.counter is None else found.counter),
             ("fence token", found.fence_token or "nobody has registered"),
-            ("fence holder", found.fence_holder or ""),
+            ("fence holder", found.fence_holder.hex if found.fence_holder else ""),
         ]
         for name, value in lines:
             if value != "":
-                self.stdout.write(f"{name:<13} {value}")
+                self.stdout.write(f"{name:<13} {_printable(value)}")
         for event in last:
-            self.stdout.write(f"{_moment(event.created_at)}  {event.message}")
+            self.stdout.write(f"{_moment(event.created_at)}  {_printable(event.message)}")
 
     def release(self, **options: Any) -> None:
-        target = operators.resource_of(options["resource"], options["using"])
-        resource = resolve(target, options["using"] if isinstance(target, str) else None)
+        resource = operators.resource_of(options["resource"], options["using"])
         forced = operators.force_release(
             resource,
-            _holder(options["holder"]),
-            user=getpass.getuser(),
+            _holder(options["holder"], operators.look(resource.keys)),
+            user=_user(),
             reason=options["reason"],
             dry_run=options["dry_run"],
         )
@@ -160,10 +166,12 @@ class Command(BaseCommand):
             raise CommandError(f"Wrong: {', '.join(wrong)}.")
 
     def prune(self, **options: Any) -> None:
-        before = datetime.now(UTC) - options["older_than"]
-        alias = options["database"] or conf.database
-        does = operators.prunable if options["dry_run"] else operators.prune
-        counts = does(alias, before)
+        pruning = Pruning(
+            alias=options["database"] or conf.database,
+            before=options["older_than"],
+            namespace=options["namespace"],
+        )
+        counts = pruning.count() if options["dry_run"] else pruning.delete()
         if options["json"]:
             self._json(counts)
             return
@@ -177,7 +185,7 @@ class Command(BaseCommand):
     def _table(
         self, columns: Sequence[str], rows: Iterable[Sequence[object]], nothing: str
     ) -> None:
-        cells = [[str(cell) for cell in row] for row in rows]
+        cells = [[_printable(cell) for cell in row] for row in rows]
         if not cells:
             self.stdout.write(nothing)
             return
@@ -232,16 +240,35 @@ def _ends(remaining: float | None) -> str:
     return "held, without an end" if remaining is None else f"held, {remaining:.1f} s left"
 
 
-def _holder(text: str) -> str:
-    """Return the holder as the store writes it; a uuid may have its hyphens."""
-    try:
+def _holder(text: str, lease: LeaseRecord | None) -> str:
+    """Return the holder as the store writes it, for its first letters or with hyphens too."""
+    with suppress(ValueError):
         return UUID(text).hex
-    except ValueError:
-        return text
+    is_start = lease is not None and len(text) >= _LEAST and lease.holder.startswith(text)
+    return lease.holder if lease and is_start else text
 
 
-def _age(text: str) -> timedelta:
-    found = re.fullmatch(r"(\d{1,6})([smhdw])", text)
-    if not found:
-        raise ArgumentTypeError(f"{text!r} is no age such as 90d or 12h")
-    return timedelta(seconds=int(found[1]) * _UNITS[found[2]])
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the user has no name, as in many containers
+        return f"uid {os.getuid()}"
+
+
+def _printable(cell: object) -> str:
+    """Return a cell without what a terminal would obey."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in str(cell)
+    )
+
+
+def _age(text: str) -> datetime:
+    """Return the time that is so long ago."""
+    found = re.fullmatch(r"(\d{1,9})([smhdw])", text)
+    try:
+        if found:
+            return datetime.now(UTC) - timedelta(seconds=int(found[1]) * _UNITS[found[2]])
+    except OverflowError:
+        pass
+    raise ArgumentTypeError(f"{text!r} is no age such as 90d or 12h")

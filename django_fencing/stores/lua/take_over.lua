@@ -7,15 +7,19 @@
 --       9 layout version  10 host  11 pid  12 function  13 model  14 pk
 -- returns  {'granted', token}
 --          {'gone'}  nobody holds the resource
+--          {'done'}  the operator has given up already: the call came late
 --          {'held', remaining ms (-1: no expiry), host, pid, function}  by another than was shown
 --          {'unreadable'} or {'exhausted'} as acquire.lua
 local holder, ttl, floor = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 
 local present = holder_of(KEYS[1])
 forget_done(KEYS[2])
+if redis.call('ZSCORE', KEYS[2], holder) then return {'done'} end
 if present == false then return {'gone'} end
 if present == holder then return {'granted', redis.call('HGET', KEYS[1], 'token')} end
 
+-- What is no holder's id is known by its digest.
+if present and not (#present == 32 and string.match(present, '^%x+$')) then present = nil end
 local shown = present
 if not present then shown = 'sha1:' .. redis.sha1hex(redis.call('DUMP', KEYS[1])) end
 if shown ~= ARGV[8] then
