@@ -7,6 +7,7 @@ from uuid import UUID
 from django.db import OperationalError, connections, transaction
 from django.db.models import Max, Q, QuerySet
 from django.db.models.functions import Now
+from django.utils import timezone
 
 from django_fencing import postgresql
 from django_fencing.exceptions import NoSuchRow, StaleToken
@@ -169,8 +170,13 @@ def _update(resource: Resource, mine: Registration, granted: int) -> bool:
         return True
     if resource.model is not Fence:
         return False
-    new = Fence(name=resource.pk, last_fence_token=pruned(resource.alias))
+    new = Fence(
+        name=resource.pk, last_fence_token=pruned(resource.alias), registered_at=timezone.now()
+    )
     fences.bulk_create([new], ignore_conflicts=True)
+    # It may have waited for a prune() that has deleted the row, and raised the floor.
+    floor = pruned(resource.alias)
+    fences.filter(pk=resource.pk, last_fence_token__lt=floor).update(last_fence_token=floor)
     return bool(movable.update(**values))
 
 

@@ -27,31 +27,44 @@ WITH "fencing guard" AS MATERIALIZED (
     SELECT current_setting('lock_timeout') AS former,
            set_config('lock_timeout', %(patience)s, true) AS patience
     WHERE {condition}
-), "fencing moved" AS ({move} RETURNING {returned})
+), {moved}
 SELECT "fencing moved".*, set_config('lock_timeout', former, true) AS "fencing restored",
        set_config('{registration}', "fencing table" || %(registration)s || "fencing key", true)
            AS "fencing presented"
 FROM "fencing moved", "fencing guard"
 """
 
-_UPDATE = """
-    UPDATE {table} SET {token} = %(token)s, {holder} = %(holder)s
-    FROM "fencing guard" AS guard
-    WHERE {table}.{pk} = %(pk)s AND guard.patience IS NOT NULL
-        AND ({table}.{token} < %(granted)s
-             OR ({table}.{holder} = %(holder)s AND {table}.{token} <= %(token)s))
+_ROW = """
+"fencing moved" AS ({update} RETURNING {returned})
 """
 
-_UPSERT = """
-    INSERT INTO {table} ({pk}, {token}, {holder}, {registered_at})
-    SELECT %(pk)s::varchar, %(token)s, %(holder)s, statement_timestamp() FROM "fencing guard"
-    WHERE EXISTS (SELECT FROM {table} WHERE {pk} = %(pk)s::varchar)
-        OR %(token)s > COALESCE((SELECT max(token) FROM {floor}), 0)
-    ON CONFLICT ({pk}) DO UPDATE SET {token} = EXCLUDED.{token}, {holder} = EXCLUDED.{holder},
-        {registered_at} = EXCLUDED.{registered_at}
-    WHERE {table}.{token} < %(granted)s
-        OR ({table}.{holder} = %(holder)s AND {table}.{token} <= %(token)s)
+# A name that has no row yet is inserted. Whether it has one, and above which token it may begin, is
+# of one snapshot: prune() deletes the row and raises the floor in one transaction, and a row that
+# this statement has waited for, in vain, is not inserted below the floor.
+_NAME = """
+"fencing updated" AS ({update} RETURNING {returned}),
+"fencing inserted" AS ({insert} RETURNING {returned}),
+"fencing moved" AS (SELECT * FROM "fencing updated" UNION ALL SELECT * FROM "fencing inserted")
 """
+
+_UPDATE = """
+    UPDATE {table} SET {values}
+    FROM "fencing guard" AS guard
+    WHERE {table}.{pk} = %(pk)s AND guard.patience IS NOT NULL AND {movable}
+"""
+
+_INSERT = """
+    INSERT INTO {table} ({pk}, {token}, {holder}, {registered_at})
+    SELECT %(pk)s, %(token)s, %(holder)s, statement_timestamp() FROM "fencing guard"
+    WHERE NOT EXISTS (SELECT FROM {table} WHERE {pk} = %(pk)s)
+        AND %(token)s > COALESCE((SELECT max(token) FROM {floor}), 0)
+    ON CONFLICT ({pk}) DO UPDATE SET {values} WHERE {movable}
+"""
+
+_VALUES = "{token} = %(token)s, {holder} = %(holder)s"
+_REGISTERED_NOW = ", {registered_at} = statement_timestamp()"
+_MOVABLE = """({table}.{token} < %(granted)s
+        OR ({table}.{holder} = %(holder)s AND {table}.{token} <= %(token)s))"""
 
 _ALONE = "true"
 _INSIDE = "current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')"
@@ -75,19 +88,27 @@ def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
         # PostGIS, for one, reads its columns through a function.
         sql, _ = field.select_format(compiler, f"{table}.{quoted(column)}", ())
         returned.append(f"{sql} AS {quoted(column)}")
-    pk = quoted(str(options.pk.column))
-    move = (_UPSERT if model is Fence else _UPDATE).format(
-        table=table,
-        pk=pk,
-        token=quoted(str(options.get_field("last_fence_token").column)),
-        holder=quoted(str(options.get_field("last_fence_holder").column)),
-        registered_at=quoted("registered_at"),
-        floor=quoted(FenceFloor._meta.db_table),
+    names = {
+        "table": table,
+        "pk": quoted(str(options.pk.column)),
+        "token": quoted(str(options.get_field("last_fence_token").column)),
+        "holder": quoted(str(options.get_field("last_fence_holder").column)),
+        "registered_at": quoted("registered_at"),
+        "floor": quoted(FenceFloor._meta.db_table),
+    }
+    of_names = model is Fence
+    values = (_VALUES + (_REGISTERED_NOW if of_names else "")).format(**names)
+    parts = {"values": values, "movable": _MOVABLE.format(**names), **names}
+    # psycopg sends each parameter once, so its type has to be the same everywhere.
+    key = "%(pk)s::varchar" if of_names else "%(pk)s"
+    moved = (_NAME if of_names else _ROW).format(
+        update=_UPDATE.format(**parts),
+        insert=_INSERT.format(**parts),
+        returned=", ".join([*returned, _PLACE.format(**names)]),
     )
     return _MOVE.format(
         condition=_ALONE if alone else _INSIDE,
-        move=move,
-        returned=", ".join([*returned, _PLACE.format(table=table, pk=pk)]),
+        moved=moved.replace("%(pk)s", key),
         registration=REGISTRATION,
     )
 

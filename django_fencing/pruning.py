@@ -7,19 +7,22 @@ from datetime import datetime
 from typing import Any
 
 from django.db import connections, models, transaction
-from django.db.models import QuerySet
+from django.db.models import F, QuerySet
 
 from django_fencing import flow
 from django_fencing.exceptions import StoreUnavailable
-from django_fencing.grants import Grant
+from django_fencing.grants import Grant, Holder
 from django_fencing.models import Fence, FenceEvent, FenceFloor, OnceRecord
 from django_fencing.names import checked, slugs_of
 from django_fencing.resources import Resource, of_fence
-from django_fencing.stores.base import get_store
+from django_fencing.stores.base import Store, get_store
 
 # So many are deleted in one transaction, each under its own lock, which lasts for so many seconds.
 _BATCH = 100
 _TTL = 60.0
+
+# So many failures in a row are the store's.
+_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,12 @@ class Pruning:
         return dict(zip(_KINDS, (rows.count() for rows in counted), strict=True))
 
     def delete(self) -> dict[str, int]:
-        """Delete it, and return how many of each there were. Raise StoreUnavailable."""
+        """
+        Delete it, and return how many of each there were.
+
+        Raise StoreUnavailable, and InsideTransaction in a transaction on that database.
+        """
+        flow.refuse_transaction(self.alias, "prune", "fences", "do so outside of it.")
         deleted = (
             sum(self._delete_fences()),
             sum(self._delete_rows(OnceRecord)),
@@ -77,23 +85,20 @@ class Pruning:
         while fences := list(self._fences().filter(name__gt=last).order_by("name")[:_BATCH]):
             last = fences[-1].name
             holder = flow.new_holder("fencing prune")
-            asked, leased = [], []
+            resources = [(of_fence(fence, self.alias), fence.last_fence_token) for fence in fences]
             try:
-                for fence in fences:
-                    resource = of_fence(fence, self.alias)
-                    asked.append(resource)
-                    answer = store.acquire(resource, holder, ttl=_TTL, floor=fence.last_fence_token)
-                    if isinstance(answer, Grant):
-                        leased.append((resource, answer.token))
-                yield self._delete_leased(leased)
+                yield self._delete_leased(list(_leased(store, holder, resources)))
             finally:
                 with suppress(StoreUnavailable):  # they run out
-                    for resource in asked:
+                    for resource, _ in resources:
                         store.release(resource, holder)
 
     def _delete_leased(self, leased: list[tuple[Resource, int]]) -> int:
         """Delete those of the leased fences that are old still, and keep their highest token."""
+        floors = FenceFloor.objects.using(self.alias)
         with transaction.atomic(using=self.alias):
+            # First a write: SQLite would let two prunes read, and then neither of them write.
+            floors.filter(pk=1).update(token=F("token"))
             rows = self._fences().filter(pk__in=[resource.pk for resource, _ in leased])
             if connections[self.alias].features.has_select_for_update_skip_locked:
                 rows = rows.select_for_update(skip_locked=True)
@@ -101,7 +106,6 @@ class Pruning:
             if not names:
                 return 0
             highest = max(token for resource, token in leased if resource.pk in names)
-            floors = FenceFloor.objects.using(self.alias)
             floors.get_or_create(pk=1, defaults={"token": highest})
             floors.filter(token__lt=highest).update(token=highest)
             deleted, _ = self._fences().filter(pk__in=names).delete()
@@ -112,6 +116,29 @@ class Pruning:
         while keys := list(old().values_list("pk", flat=True)[:_BATCH]):
             deleted, _ = old().filter(pk__in=keys).delete()
             yield deleted
+
+
+def _leased(
+    store: Store, holder: Holder, resources: list[tuple[Resource, int]]
+) -> Iterator[tuple[Resource, int]]:
+    """
+    Yield what nobody holds, leased, with the tokens of the leases.
+
+    What cannot be leased, because its counter is broken, stays. Raise StoreUnavailable if that goes
+    on and on.
+    """
+    failures = 0
+    for resource, floor in resources:
+        try:
+            answer = store.acquire(resource, holder, ttl=_TTL, floor=floor)
+        except StoreUnavailable:
+            failures += 1
+            if failures == _FAILURES:
+                raise
+            continue
+        failures = 0
+        if isinstance(answer, Grant):
+            yield resource, answer.token
 
 
 _KINDS = ("fences", "once records", "events")
