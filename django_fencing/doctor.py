@@ -19,7 +19,7 @@ from django_fencing.resources import Resource, of_fence, resolve
 from django_fencing.stores.base import Finding, Store, get_store
 
 # Seconds.
-_PATIENCE = 2.0
+_PATIENCE = 1.0
 _TTL = 10.0
 _WAIT = 0.5
 

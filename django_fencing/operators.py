@@ -1,14 +1,17 @@
 """What operators do: look at a resource, end a lease that is stuck."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 from uuid import UUID
 
 from django.apps import apps
-from django.db import OperationalError, connections, router
+from django.core.exceptions import FieldDoesNotExist
+from django.db import OperationalError, connections, models, router
 from django.db.models import QuerySet
 from django.utils.connection import ConnectionDoesNotExist
 
@@ -34,15 +37,19 @@ _PATIENCE = 2.0
 # Seconds of an operator's own lease, in which it registers. The row may be locked for as long.
 _TTL = 10.0
 
+# So many rows are looked at whose key begins as that of a lease.
+_CANDIDATES = 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """A resource at this moment, as the store and the database say. Nothing was changed."""
 
     resource: str
+    kind: str  # "name" or "row"
     lease: LeaseRecord | None  # None: it is free
     counter: int | None  # the token that was proposed last; None: there is no counter
-    fence_token: int  # 0: nobody has registered
+    fence_token: int | None  # 0: nobody has registered; None: the row is not there
     fence_holder: UUID | None
 
 
@@ -65,51 +72,57 @@ class Forced:
 
 def resource_of(text: str, using: str | None = None) -> Resource:
     """
-    Return what a text stands for on a command line: a name, or "app.model:pk" for a row.
+    Return what a text stands for on a command line: "app.model:pk" a row, anything else a name.
 
-    Raise InvalidResource for a model without a fence, NoSuchRow.
+    Only models with a fence have rows that can be locked. Raise InvalidResource.
     """
     label, colon, rest = text.partition(":")
-    app_label, dot, model_name = label.lower().partition(".")
-    if not (colon and dot and app_label in apps.app_configs):
-        return resolve(text, using)
+    app_label, _, model_name = label.lower().partition(".")
     try:
         model = apps.get_model(app_label, model_name)
-    except LookupError as error:
-        raise InvalidResource(f"There is no model {label!r}.", resource=text) from error
+    except LookupError:
+        return resolve(text, using)
+    if not (colon and issubclass(model, FencedResource)):
+        return resolve(text, using)
     pk, at, alias = rest.rpartition("@")
     if not (at and alias in connections):
         pk, alias = rest, ""
-    found = resolve((model, unquote(pk)), using or alias or None)
-    if not QuerySet(found.model, using=found.alias).filter(pk=found.pk).exists():
-        raise NoSuchRow(f"There is no {label} {pk!r} in {found.alias!r}.", resource=text)
-    return found
+    if alias and using and alias != using:
+        raise InvalidResource(f"{text!r} is not in the database {using!r}.", resource=text)
+    return resolve((model, unquote(pk)), using or alias or None)
 
 
 def resource_of_lease(keys: Keys, lease: LeaseRecord) -> Resource | None:
     """Return the resource that a listed lease is of, None if its fence cannot be found."""
     kind, _, slug = keys.member.partition(":")
-    with suppress(FencingError, LookupError, ValueError, ConnectionDoesNotExist):
-        if kind == "row":
-            found = _row_of_lease(slug, lease)
-        else:
-            found = of_fence(Fence(name=slug), kind.partition("@")[2])
-            connections[found.alias]
-        if found.keys.member == keys.member:
-            return found
+    if kind != "row":
+        candidates = _named(slug, kind.partition("@")[2])
+    else:
+        candidates = chain(_row_by_name(slug), _row_by_key(lease))
+    with suppress(FencingError, LookupError, ValueError, FieldDoesNotExist, ConnectionDoesNotExist):
+        return next((found for found in candidates if found.keys.member == keys.member), None)
     return None
 
 
-def _row_of_lease(slug: str, lease: LeaseRecord) -> Resource:
-    """Return the row's resource, by its name or, where that is its own or cut off, by its key."""
-    name = read_slug(slug, tenant()) or ""
+def _named(slug: str, alias: str) -> Iterator[Resource]:
+    if not alias or alias in connections:
+        yield of_fence(Fence(name=slug), alias)
+
+
+def _row_by_name(slug: str) -> Iterator[Resource]:
+    """Yield the row that the name says, unless that is cut off or a name of its own."""
     with suppress(FencingError, LookupError, ValueError):
-        found = resource_of(name)
-        if found.name == name and found.model is not Fence:
-            return found
+        yield resource_of(read_slug(slug, tenant()) or "")
+
+
+def _row_by_key(lease: LeaseRecord) -> Iterator[Resource]:
+    """Yield the rows whose key in the fence's model may be the lease's, which is cut off too."""
     model: Any = apps.get_model(lease.model)
+    key: Any = fence_model(model)._meta.pk
     rows: QuerySet[Any] = QuerySet(model, using=router.db_for_write(model))
-    return resolve(rows.get(**{str(fence_model(model)._meta.pk.name): lease.pk}))
+    is_text = isinstance(key, models.CharField | models.TextField)
+    lookup = f"{key.name}__startswith" if is_text else key.name
+    yield from map(resolve, rows.filter(**{lookup: lease.pk})[:_CANDIDATES])
 
 
 def look(keys: Keys) -> LeaseRecord | None:
@@ -130,9 +143,10 @@ def state(resource: ResourceLike | Resource, using: str | None = None) -> State:
         (counter,) = inspector.counters([found.keys])
     fences: QuerySet[FencedResource] = QuerySet(found.model, using=found.alias)
     fence = fences.filter(pk=found.pk).values_list("last_fence_token", "last_fence_holder").first()
-    token, holder = fence or (0, None)
+    token, holder = fence or (0 if found.model is Fence else None, None)
     return State(
         resource=found.name,
+        kind="name" if found.model is Fence else "row",
         lease=lease,
         counter=counter,
         fence_token=token,
@@ -185,7 +199,7 @@ def force_release(
         said += f", but its holder is not fenced yet: {error}. The next holder will fence it"
     finally:
         lease._leave(None)
-        why = reason if outcome is Outcome.RELEASED else f"{reason} (not fenced yet)".strip()
+        why = reason if outcome is Outcome.RELEASED else f"{reason} (not fenced)".strip()
         evicted = described(present)
         ledger.forced(resource, holder, evicted, lease.token, user=user, reason=why)
     return Forced(outcome=outcome, said=" ".join(said.split()))

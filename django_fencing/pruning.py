@@ -127,13 +127,13 @@ def _leased(
     What cannot be leased, because its counter is broken, stays. Raise StoreUnavailable if that goes
     on and on.
     """
-    failures = 0
+    failures, most = 0, min(_FAILURES, len(resources))
     for resource, floor in resources:
         try:
             answer = store.acquire(resource, holder, ttl=_TTL, floor=floor)
         except StoreUnavailable:
             failures += 1
-            if failures == _FAILURES:
+            if failures == most:
                 raise
             continue
         failures = 0

@@ -105,6 +105,7 @@ class Command(BaseCommand):
             self._json(
                 {
                     "resource": found.resource,
+                    "kind": found.kind,
                     "lease": found.lease and _record_json(found.lease),
                     "counter": found.counter,
                     "fence_token": found.fence_token,
@@ -119,12 +120,13 @@ class Command(BaseCommand):
         lease = found.lease
         lines = [
             ("resource", found.resource),
+            ("kind", found.kind),
             ("lease", _ends(lease.remaining) if lease else "free"),
             ("held by", operators.described(lease) if lease else ""),
             ("holder", lease.holder if lease else ""),
             ("since", _moment(lease.since) if lease else ""),
             ("counter", "" if found.counter is None else found.counter),
-            ("fence token", found.fence_token or "nobody has registered"),
+            ("fence token", _fence(found.fence_token)),
             ("fence holder", found.fence_holder.hex if found.fence_holder else ""),
         ]
         for name, value in lines:
@@ -193,6 +195,10 @@ class Command(BaseCommand):
         for row in [list(columns), *cells]:
             padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             self.stdout.write("  ".join(padded).rstrip())
+
+
+def _fence(token: int | None) -> object:
+    return "there is no such row" if token is None else token or "nobody has registered"
 
 
 def _row(item: ShownLease) -> Sequence[object]:
