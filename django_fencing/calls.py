@@ -20,6 +20,7 @@ class Call:
     """A call of a plain function, which enters a lock again that its flow holds."""
 
     reenters = True
+    is_work = True  # which may be done once; else it only looks
 
     def answered(self, locked: Callable[[], Any]) -> Any:
         """Return what `locked` returns, and turn its errors into what the caller expects."""

@@ -48,9 +48,10 @@ def with_fenced_lock(
     errors are those of fenced_lock().
 
     With `once`, a key that is written like `resource`, the function is the work of once(): a call
-    whose key was done before returns the stored result. Of a view that is the response, without
-    cookies, and what is compared is the request: method, path, query and body. Otherwise nothing
-    is compared, unless `payload` makes something of the call's arguments.
+    whose key was done before returns the stored result. Of a view that is the response that it
+    returned, whatever its status, without cookies; what is compared is the request: method, path,
+    query and body; and GET, HEAD and OPTIONS do no work. Of other functions nothing is compared,
+    unless `payload` makes something of the call's arguments.
 
     What is called decides how errors show, unless `respond` is False:
 

@@ -11,7 +11,13 @@ from django.db import models
 from django.utils.crypto import constant_time_compare, salted_hmac
 from django.utils.translation import gettext as _
 
-from django_fencing.exceptions import FencingError, InvalidResource, LeaseLost, LockHeld
+from django_fencing.exceptions import (
+    FencingError,
+    InvalidResource,
+    LeaseLost,
+    LockHeld,
+    UnfencedWrite,
+)
 from django_fencing.models import FencedResource
 
 # What a form sends back: the token of its row, and a digest of what stood in each of its fields.
@@ -131,6 +137,8 @@ def refusal_of(error: FencingError | None) -> str:
         return _("Nothing was saved: somebody else is working on this. Try again in a moment.")
     if isinstance(error, LeaseLost | InvalidResource):
         return _moved()
+    if isinstance(error, UnfencedWrite):
+        return _("Nothing was saved: a row that belongs to this one is written under its own lock.")
     return _(
         "Nothing was saved: it cannot be told at the moment whether somebody else is working "
         "on this. Try again in a moment."

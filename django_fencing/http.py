@@ -42,6 +42,9 @@ TEMPLATE = "django_fencing/conflict.html"
 _LONGEST_RETRY = 48
 _RETRY_AFTER_OUTAGE = 5.0
 
+# https://www.rfc-editor.org/rfc/rfc9110#name-safe-methods
+_SAFE = ("GET", "HEAD", "OPTIONS", "TRACE")
+
 _HTML = "text/html"
 _PROBLEM = "application/problem+json"
 
@@ -210,6 +213,7 @@ class ViewCall(Entry):
         self._is_outermost = _locked.get() is not request
         self._responds = responds
         self._request = request
+        self.is_work = request.method not in _SAFE
         self._transactions = transactions
 
     def answered(self, locked: Callable[[], Any]) -> Any:

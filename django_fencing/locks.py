@@ -202,7 +202,7 @@ def _cure(alias: str) -> str:
     if lease := flow.fenced_by(alias):
         return (
             f"it is fenced by the lease on {lease.resource!r}, and one transaction is fenced by "
-            f"one lease. Take both locks first, or end that transaction."
+            f"one lease. Lock one name that stands for both, or end that transaction first."
         )
     if connections[alias].settings_dict["ATOMIC_REQUESTS"]:
         return _TAKE_IT_FIRST + _UNDER_ATOMIC_REQUESTS

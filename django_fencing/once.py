@@ -123,7 +123,8 @@ def _replayed(key: str, fingerprint: str, lease: Lease, found: OnceRecord) -> An
     if found.fingerprint != fingerprint:
         raise OnceMismatch(
             f"{key!r} was done under token {found.token} of {found.resource!r} with another "
-            f"payload: nothing has run.",
+            f"payload: nothing has run. Another operation needs another key; what came of that one "
+            f"is in once_result().",
             resource=lease.resource,
             key=key,
             token=found.token,

@@ -1,5 +1,6 @@
 """ProtectFence, a migration operation: the database itself guards the fence, whatever writes."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -109,7 +110,13 @@ class ProtectFence(Operation):
     def _model(self, app_label: str, state: ProjectState) -> type[models.Model]:
         """Return the model in that state. Raise ValueError if it has no fence to be guarded."""
         label, _, name = self.model.rpartition(".")
-        found: Any = state.apps.get_model(label or app_label, name)
+        try:
+            found: Any = state.apps.get_model(label or app_label, name)
+        except LookupError as error:
+            raise LookupError(
+                f"{error} Where {self.model} is another app's, let the migration depend on the one "
+                f"that makes it."
+            ) from error
         model: type[models.Model] = found._meta.concrete_model
         fields = {field.name for field in model._meta.get_fields()}
         if not fields.issuperset(FENCE_FIELDS):
@@ -125,7 +132,7 @@ class ProtectFence(Operation):
 
 
 class UnprotectFence(ProtectFence):
-    """Undo a ProtectFence with the same arguments, in a later migration."""
+    """Undo a ProtectFence with the same arguments, or fail if there is none."""
 
     category = OperationCategory.REMOVAL
 
@@ -136,7 +143,8 @@ class UnprotectFence(ProtectFence):
         from_state: ProjectState,
         to_state: ProjectState,
     ) -> None:
-        self._execute(triggers.dropping, app_label, schema_editor, to_state)
+        strict = functools.partial(triggers.dropping, strict=True)
+        self._execute(strict, app_label, schema_editor, to_state)
 
     def database_backwards(
         self,

@@ -19,7 +19,7 @@ from django.utils.translation import gettext_lazy
 from django.views.decorators.csrf import csrf_protect
 
 from django_fencing import flow, forms, http
-from django_fencing.exceptions import FencingError, InvalidResource, LockHeld
+from django_fencing.exceptions import FencingError, InvalidResource, LockHeld, UnfencedWrite
 from django_fencing.forms import Comparison
 from django_fencing.locks import FencedLock
 from django_fencing.models import FENCE_FIELDS, FencedResource
@@ -62,12 +62,15 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             return self._refused(None, request, *rest)
         lock = FencedLock(resource=row, wait=0, register=False, function=self._name, seen=seen)
         acquisition = lock.ask()
-        with acquisition.undone(), ExitStack() as held:
-            try:
-                held.enter_context(acquisition.opened())
-            except (*http.ANSWERED, InvalidResource) as error:
-                return self._refused(error, request, *rest)
-            return self._compared(acquisition.resource.alias, request, *rest)
+        try:
+            with acquisition.undone(), ExitStack() as held:
+                try:
+                    held.enter_context(acquisition.opened())
+                except (*http.ANSWERED, InvalidResource) as error:
+                    return self._refused(error, request, *rest)
+                return self._compared(acquisition.resource.alias, request, *rest)
+        except UnfencedWrite as error:  # an inline's table is protected
+            return self._refused(error, request, *rest)
 
     def _refused(self, error: FencingError | None, request: HttpRequest, *rest: Any) -> Any:
         """Show the form that was sent, with the reason why it is not saved."""
@@ -118,24 +121,24 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             with self.transactions.opened(request):
                 return super().delete_view(request, object_id, extra_context)
         acquisition = FencedLock(resource=row, wait=0, register=False, function=self._name).ask()
-        with acquisition.undone(), ExitStack() as held:
-            try:
-                held.enter_context(acquisition.opened())
-            except (*http.ANSWERED, InvalidResource) as error:
-                self.message_user(request, _not_deleted(error), messages.ERROR)
-                return HttpResponseRedirect(request.get_full_path())
-            alias = acquisition.resource.alias
-            deleting: Any = copy.copy(self)
-            deleting.get_queryset = _reading_from(alias, self.get_queryset)  # not from a replica
-            deleted: list[Any] = []
-            deleting.delete_model = _noting(deleted, self.delete_model)
-            with self.transactions.opened(request, alias):
-                response = super(FencedResourceAdmin, deleting).delete_view(
-                    request, object_id, extra_context
-                )
-                if not deleted:  # other rows need this one, so nobody has worked on it
-                    transaction.set_rollback(True, using=alias)
-                return response
+        try:
+            with acquisition.undone(), acquisition.opened():
+                return self._delete(acquisition.resource.alias, request, object_id, extra_context)
+        except (*http.ANSWERED, InvalidResource, UnfencedWrite) as error:
+            self.message_user(request, _not_deleted(error), messages.ERROR)
+            return HttpResponseRedirect(request.get_full_path())
+
+    def _delete(self, alias: str, request: HttpRequest, *rest: Any) -> Any:
+        """Delete, unless other rows need this one; the fenced transaction is open."""
+        deleting: Any = copy.copy(self)
+        deleting.get_queryset = _reading_from(alias, self.get_queryset)  # not from a replica
+        deleted: list[Any] = []
+        deleting.delete_model = _noting(deleted, self.delete_model)
+        with self.transactions.opened(request, alias):
+            response = super(FencedResourceAdmin, deleting).delete_view(request, *rest)
+            if not deleted:  # so nobody has worked on it
+                transaction.set_rollback(True, using=alias)
+            return response
 
     def get_actions(self, request: HttpRequest) -> Any:
         """Leave out the action that would delete rows without their locks."""
@@ -268,6 +271,11 @@ def _not_deleted(error: FencingError) -> str:
         return _("Nothing was deleted: somebody else is working on this. Try again in a moment.")
     if isinstance(error, InvalidResource):
         return _("Nothing was deleted: it is not there any more.")
+    if isinstance(error, UnfencedWrite):
+        return _(
+            "Nothing was deleted: a row that belongs to this one is written under its own lock. "
+            "Delete that one first."
+        )
     return _(
         "Nothing was deleted: it cannot be told at the moment whether somebody else is working "
         "on this. Try again in a moment."

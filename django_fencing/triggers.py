@@ -39,8 +39,8 @@ _FENCE_GUARD = {
     "postgresql": """
 CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $guard$
 BEGIN
-    RAISE EXCEPTION '{stale} a row of % stands at %, and cannot go to %',
-        TG_TABLE_NAME, OLD.{token}, NEW.{token} USING ERRCODE = '{state}';
+    RAISE EXCEPTION '{stale} row % of % stands at %, and cannot go to %',
+        {key}, TG_TABLE_NAME, OLD.{token}, NEW.{token} USING ERRCODE = '{state}';
 END
 $guard$;
 CREATE OR REPLACE TRIGGER {before} BEFORE UPDATE ON {table} FOR EACH ROW
@@ -84,7 +84,7 @@ BEGIN
             RETURN NULL;
         END IF;
     END IF;
-    RAISE EXCEPTION '{needs_lease} for the % of a row of %', TG_OP, TG_TABLE_NAME USING
+    RAISE EXCEPTION '{needs_lease} for the % of row % of %', TG_OP, {key}, TG_TABLE_NAME USING
         ERRCODE = '{state}', HINT = '{hint}';
 END
 $guard$;
@@ -133,14 +133,19 @@ def creating(
 
 
 def dropping(
-    connection: BaseDatabaseWrapper, model: type[Model], by: str, *, require_lease: bool
+    connection: BaseDatabaseWrapper,
+    model: type[Model],
+    by: str,
+    *,
+    require_lease: bool,
+    strict: bool = False,
 ) -> Iterator[str]:
-    """Yield the statements that undo those of creating()."""
+    """Yield what undoes creating(); `strict` statements fail where there is nothing to undo."""
     guard = _Guard(connection, model, by)
     if require_lease and connection.vendor == "postgresql":
-        yield guard.without("lease_guard")
+        yield guard.without("lease_guard", strict=strict)
     if guard.has_fence:
-        yield guard.without("fence_guard")
+        yield guard.without("fence_guard", strict=strict)
 
 
 class _Guard:
@@ -162,12 +167,19 @@ class _Guard:
     def has_fence(self) -> bool:
         return self._owner is self._model
 
+    @property
+    def _key(self) -> str:
+        """What the errors call the row."""
+        key: Any = self._model._meta.pk
+        return f"OLD.{self._quoted(key.column)}" if key.column else "'?'"
+
     def of_fence(self) -> str:
         vendor = self._connection.vendor
         return _FENCE_GUARD[vendor].format(
             **self._names("fence_guard"),
             **self._fence,
             goes_down=_GOES_DOWN[vendor].format(**self._fence),
+            key=self._key,
             stale=STALE,
             state=_STALE_STATE,
             text=self._model._meta.db_table.replace("'", "''"),
@@ -180,16 +192,22 @@ class _Guard:
             look_up=_OWN_FENCE.format(**self._fence) if own else self._of_parent(),
             registering=_REGISTERING.format(**self._fence) if own else "",
             leave_out_the_fence=_LEAVE_OUT.format(**self._fence) if own else "",
+            key=self._key,
             setting=REGISTRATION,
             needs_lease=NEEDS_LEASE,
             state=_NEEDS_LEASE_STATE,
             hint=HINT,
         )
 
-    def without(self, kind: str) -> str:
+    def without(self, kind: str, *, strict: bool = False) -> str:
         names = self._names(kind)
+        if strict and self._connection.vendor == "postgresql":
+            before = "DROP TRIGGER {before} ON {table}; " if kind == "fence_guard" else ""
+            return (before + "DROP TRIGGER {name} ON {table}; DROP FUNCTION {function}();").format(
+                **names
+            )
         if self._connection.vendor != "postgresql":
-            return "DROP TRIGGER IF EXISTS {name}".format(**names)
+            return f"DROP TRIGGER {'' if strict else 'IF EXISTS '}{names['name']}"
         return (
             "DROP TRIGGER IF EXISTS {before} ON {table}; DROP TRIGGER IF EXISTS {name} ON {table}; "
             "DROP FUNCTION IF EXISTS {function}();"

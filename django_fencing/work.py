@@ -108,7 +108,7 @@ class Work:
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[Lease, Callable[[], Any]], Any]:
         """Return what runs the body of this call, at most once if the work has a key."""
-        if self.key_of is None:
+        if self.key_of is None or not call.is_work:
             return lambda lease, body: body()
         key = checked(self.key_of(*args, **kwargs), f"The key of {self.label}")
         payload = self.payload_of(*args, **kwargs) if self.payload_of else call.payload()

@@ -108,9 +108,9 @@ class Tables(HTMLParser):
             self._link = ""
 
     def row_of(self, section: str, resource: str) -> list[str]:
-        """Return the cells of the one row of `resource`."""
+        """Return the cells of the one row of `resource`, without the link that ends a lease."""
         (row,) = [row for row in self.rows[section] if row[0] == resource]
-        return row
+        return [cell.removesuffix("End…").removesuffix("· ").strip() for cell in row]
 
     def names(self, section: str) -> list[str]:
         """Return the first cells, without that of the heading."""

@@ -3,6 +3,7 @@
 import html
 import re
 import socket
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -467,7 +468,7 @@ def test_rows_whose_key_is_not_what_the_lease_says(browser: Client, make: Any) -
 
 def test_a_row_of_another_database(browser: Client, client: Any) -> None:
     """It is fenced there."""
-    job = Job.objects.using("other").create()
+    job = Job.objects.using("other").create(pk=uuid.uuid4().int % 10**9)  # that nobody has locked
     lease = fenced_lock((Job, job.pk), using="other").acquire()
     response = browser.post(PAGE, form_of(lease, resolve((Job, job.pk), "other").keys))
     assert "is fenced by token" in told(response)[0]

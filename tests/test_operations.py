@@ -98,7 +98,7 @@ def test_no_path_lowers_a_protected_fence(alias: str, lower: Callable[[Any], Any
     rows.update(last_fence_token=9, last_fence_holder=holder)
 
     with protected("Job", alias):
-        with pytest.raises(StaleToken, match="^The fence of a row"):
+        with pytest.raises(StaleToken, match="^The fence of "):
             lower(rows)
         kept = rows.values_list("last_fence_token", "last_fence_holder").get()
     lower(rows)
