@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -205,3 +206,10 @@ def test_a_user_with_another_password_is_an_outage(name: str, private_services: 
         pytest.raises(StoreUnavailable),
     ):
         fenced_lock(name).acquire()
+
+
+def test_the_readme_names_them() -> None:
+    """In one line, to be copied."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (line,) = [line for line in readme.splitlines() if line.startswith("ACL SETUSER")]
+    assert line.split()[5:] == [PATTERN, *(f"+{command}" for command in NEEDED)]

@@ -11,10 +11,11 @@ from django.test import override_settings
 from django.urls import path, reverse
 
 from django_fencing.admin import FencedResourceAdmin
+from django_fencing.exceptions import UnfencedWrite
 from django_fencing.locks import fenced_lock
 from django_fencing.models import OnceRecord
 from django_fencing.once import once
-from tests.browser import superuser
+from tests.browser import fields_of, superuser
 from tests.helpers import (
     committing,
     held_elsewhere,
@@ -85,3 +86,23 @@ def test_tenants_that_differ_in_case_do_not_see_each_other_in_sqlite(name: str) 
         seen = admin.site._registry[OnceRecord].get_queryset(None).count()  # type: ignore[arg-type]
     OnceRecord.objects.using("sqlite").all().delete()
     assert seen == 0
+
+
+@in_admin
+def test_a_protected_row_that_belongs_to_this_one_is_told_in_the_form(job: Job) -> None:
+    """As by an inline of a protected model; and where it would be deleted along."""
+    browser = superuser()
+    page = reverse("admin:shop_job_change", args=[job.pk])
+    form = fields_of(browser.get(page))
+    refused = UnfencedWrite("A lease is needed for the UPDATE of row 3 of shop_code.")
+    with mock.patch.object(FencedResourceAdmin, "save_related", side_effect=refused):
+        answer = browser.post(page, {**form, "amount": "11", "note": "x"})
+    assert "a row that belongs to this one is written under its own lock" in answer.content.decode()
+    with mock.patch.object(FencedResourceAdmin, "delete_model", side_effect=refused):
+        page = reverse("admin:shop_job_delete", args=[job.pk])
+        answer = browser.post(page, {"post": "yes"}, follow=True)
+    assert "Delete that one first." in answer.content.decode()
+    job.refresh_from_db()
+    assert (job.amount, job.last_fence_token) == (10, 0)
+    with fenced_lock(job):
+        pass

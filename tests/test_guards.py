@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from django.db import IntegrityError, connection, connections, models, transaction
+from django.db import DatabaseError, IntegrityError, connection, connections, models, transaction
 from django.db.migrations.operations import CreateModel
 from django.db.migrations.state import ProjectState
 
 from django_fencing.exceptions import FencingError, StaleToken, UnfencedWrite
 from django_fencing.locks import fenced_atomic
-from django_fencing.operations import ProtectFence
+from django_fencing.operations import ProtectFence, UnprotectFence
 from tests.helpers import (
     committing,
 )
@@ -269,3 +269,36 @@ def test_an_error_that_only_quotes_a_guard_is_left_alone() -> None:
             sql("INSERT INTO attack_log VALUES (%s)", [line])
     finally:
         sql("DROP TABLE attack_log")
+
+
+def test_the_errors_name_the_row(job: Job) -> None:
+    """By its key, as psql shows it too."""
+    Job.objects.filter(pk=job.pk).update(last_fence_token=9)
+    with protected("Job", require_lease=True):
+        with pytest.raises(UnfencedWrite, match=f"the UPDATE of row {job.pk} of shop_job"):
+            Job.objects.filter(pk=job.pk).update(amount=1)
+        with pytest.raises(StaleToken, match=f"row {job.pk} of shop_job stands at 9, and cannot"):
+            Job.objects.filter(pk=job.pk).update(last_fence_token=3)
+
+
+@pytest.mark.parametrize("alias", ["default", "sqlite"])
+def test_what_is_not_protected_like_that_cannot_be_unprotected(alias: str) -> None:
+    """A wrong argument is an error, and leaves the guard as it is."""
+    with history(alias) as made:
+        made.forwards(fenced_table("Row"), ProtectFence("Row", require_lease=True))
+        with pytest.raises(DatabaseError):
+            made.forwards(UnprotectFence("Row"))
+        made.states = made.states[: len(made.operations) + 1]
+        row = made.model("Row").objects.using(alias).create(last_fence_token=9)
+        with pytest.raises(StaleToken):
+            made.model("Row").objects.using(alias).filter(pk=row.pk).update(last_fence_token=3)
+        made.forwards(UnprotectFence("Row", require_lease=True))
+        made.model("Row").objects.using(alias).filter(pk=row.pk).update(last_fence_token=3)
+
+
+def test_a_model_of_another_app_that_is_not_there_says_what_to_do() -> None:
+    """The migration lacks a dependency."""
+    with pytest.raises(LookupError, match="let the migration depend on the one that makes it"):
+        ProtectFence("django_fencing.Fence").database_forwards(
+            "shop", connection.schema_editor(), ProjectState(), ProjectState()
+        )

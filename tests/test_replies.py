@@ -387,6 +387,20 @@ def test_a_form_with_another_csrf_token_is_a_replay(name: str, key: str, multipa
     assert_refused(view(request(a="2", csrfmiddlewaretoken="x")))
 
 
+@pytest.mark.parametrize("method", ["get", "head", "options"])
+def test_a_safe_method_does_no_work(name: str, key: str, method: str) -> None:
+    """It runs the view under the lock each time, and neither takes the key nor gets a result."""
+    view = with_fenced_lock(name, once=key)(numbered)
+    look = getattr(RequestFactory(), method)
+
+    contents = [view(look("/")).content, view(look("/")).content]
+    done = view(RequestFactory().post("/"))
+
+    assert contents[0] != contents[1]
+    assert view(look("/")).content not in (*contents, done.content)
+    assert_same(done, view(RequestFactory().post("/")))
+
+
 @pytest.mark.parametrize("size", [10, 3_000_000], ids=["in memory", "on disk"])
 def test_uploaded_files_are_compared_by_their_content(name: str, key: str, size: int) -> None:
     """And the view reads them from their beginning, as it reads the fields."""
