@@ -3,7 +3,7 @@
 from django.http import Http404, HttpRequest, HttpResponse
 from django.utils.deprecation import MiddlewareMixin
 
-from django_fencing import http
+from django_fencing import problems
 from django_fencing.exceptions import NoSuchRow
 
 
@@ -18,4 +18,8 @@ class FencingMiddleware(MiddlewareMixin):
         """Return the answer, or None for all other exceptions. A row that is not there is a 404."""
         if isinstance(exception, NoSuchRow):
             raise Http404(str(exception)) from exception
-        return http.answer(request, exception) if isinstance(exception, http.ANSWERED) else None
+        return (
+            problems.answer(request, exception)
+            if isinstance(exception, problems.ANSWERED)
+            else None
+        )

@@ -1,15 +1,14 @@
 """The admin of your own models: forms and deletions under the row's lock."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 from django.contrib import admin, messages
 from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import flatten_fieldsets, unquote
 from django.core.checks import CheckMessage, Error
-from django.core.exceptions import ImproperlyConfigured
 from django.db import router, transaction
 from django.http import HttpRequest, HttpResponseRedirect
 from django.utils.decorators import method_decorator
@@ -18,11 +17,12 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 from django.views.decorators.csrf import csrf_protect
 
-from django_fencing import flow, forms, http
+from django_fencing import flow, forms, http, problems
+from django_fencing.comparing import comparing, name_of, reading_from
 from django_fencing.exceptions import FencingError, InvalidResource, LockHeld, UnfencedWrite
 from django_fencing.forms import Comparison
 from django_fencing.locks import FencedLock
-from django_fencing.models import FENCE_FIELDS, FencedResource
+from django_fencing.models import FencedResource
 
 _SHOWN_FENCE = ("shown_fence_token", "last_fence_holder")
 
@@ -60,13 +60,13 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 return super().changeform_view(request, *rest)
         if (seen := forms.token_in(request.POST)) is None:
             return self._refused(None, request, *rest)
-        lock = FencedLock(resource=row, wait=0, register=False, function=self._name, seen=seen)
+        lock = FencedLock(resource=row, wait=0, register=False, function=name_of(self), seen=seen)
         acquisition = lock.ask()
         try:
             with acquisition.undone(), ExitStack() as held:
                 try:
                     held.enter_context(acquisition.opened())
-                except (*http.ANSWERED, InvalidResource) as error:
+                except (*problems.ANSWERED, InvalidResource) as error:
                     return self._refused(error, request, *rest)
                 return self._compared(acquisition.resource.alias, request, *rest)
         except UnfencedWrite as error:  # an inline's table is protected
@@ -74,16 +74,16 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def _refused(self, error: FencingError | None, request: HttpRequest, *rest: Any) -> Any:
         """Show the form that was sent, with the reason why it is not saved."""
-        refusing = self._comparing(Comparison(request.POST, forms.refusal_of(error)))
+        refusing = comparing(self, Comparison(request.POST, forms.refusal_of(error)))
         with self.transactions.opened(request):
             return super(FencedResourceAdmin, refusing).changeform_view(request, *rest)
 
     def _compared(self, alias: str, request: HttpRequest, *rest: Any) -> Any:
         """Save the form that was sent, if nothing has changed; the fenced transaction is open."""
         comparison = Comparison(request.POST)
-        comparing = self._comparing(comparison, alias)
+        admin = comparing(self, comparison, alias)
         with self.transactions.opened(request, alias):
-            response = super(FencedResourceAdmin, comparing).changeform_view(request, *rest)
+            response = super(FencedResourceAdmin, admin).changeform_view(request, *rest)
             if comparison.shown:  # nothing was saved, so nobody has worked on the row
                 transaction.set_rollback(True, using=alias)
             return response
@@ -120,18 +120,18 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if row is None or not self.has_delete_permission(request, row):
             with self.transactions.opened(request):
                 return super().delete_view(request, object_id, extra_context)
-        acquisition = FencedLock(resource=row, wait=0, register=False, function=self._name).ask()
+        acquisition = FencedLock(resource=row, wait=0, register=False, function=name_of(self)).ask()
         try:
             with acquisition.undone(), acquisition.opened():
                 return self._delete(acquisition.resource.alias, request, object_id, extra_context)
-        except (*http.ANSWERED, InvalidResource, UnfencedWrite) as error:
+        except (*problems.ANSWERED, InvalidResource, UnfencedWrite) as error:
             self.message_user(request, _not_deleted(error), messages.ERROR)
             return HttpResponseRedirect(request.get_full_path())
 
     def _delete(self, alias: str, request: HttpRequest, *rest: Any) -> Any:
         """Delete, unless other rows need this one; the fenced transaction is open."""
         deleting: Any = copy.copy(self)
-        deleting.get_queryset = _reading_from(alias, self.get_queryset)  # not from a replica
+        deleting.get_queryset = reading_from(alias, self.get_queryset)  # not from a replica
         deleted: list[Any] = []
         deleting.delete_model = _noting(deleted, self.delete_model)
         with self.transactions.opened(request, alias):
@@ -200,62 +200,12 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             return None  # Django refuses it
         return self.get_object(request, unquote(object_id), to_field)
 
-    @property
-    def _name(self) -> str:
-        return f"{type(self).__module__}.{type(self).__qualname__}"
-
     def _registered(self, row: FencedResource) -> int | None:
         """Return the token by which this sending has moved the fence, whatever becomes of it."""
         lease = flow.fenced_by(router.db_for_write(type(row), instance=row))
         if lease is None or self.comparison is None or not self.comparison.passed:
             return None
         return lease.token if lease._is_registered else None
-
-    def _comparing(self, comparison: Comparison, alias: str = "") -> "FencedResourceAdmin":
-        """Return an admin like this one that compares what it is sent, and reads from `alias`."""
-        # What a subclass has overridden is asked here, and cannot let a form pass.
-        admin: Any = copy.copy(self)
-        get_form, get_formsets = admin.get_form, admin.get_formsets_with_inlines
-        get_object, get_queryset = admin.get_object, admin.get_queryset
-        get_inlines, save_form = admin.get_inline_instances, admin.save_form
-
-        def compared_form(*args: Any, **kwargs: Any) -> Any:
-            return comparison.of_form(get_form(*args, **kwargs))
-
-        def compared_formsets(request: HttpRequest, obj: Any = None) -> Iterator[Any]:
-            for formset, inline in get_formsets(request, obj):
-                asked = (inline.has_change_permission, inline.has_delete_permission)
-                writes = any(may(request, obj) for may in asked)
-                yield comparison.of_formset(formset) if writes else formset, inline
-
-        def whole_row(*args: Any, **kwargs: Any) -> Any:
-            row = get_object(*args, **kwargs)
-            if row is not None and row.get_deferred_fields().intersection(FENCE_FIELDS):
-                row.refresh_from_db(using=alias or None, fields=FENCE_FIELDS)
-                row._note_fence()  # it was just read, under the row lock
-            return row
-
-        def inlines(*args: Any, **kwargs: Any) -> Any:
-            found = get_inlines(*args, **kwargs)
-            for inline in found:
-                inline.get_queryset = _reading_from(alias, inline.get_queryset)
-            return found
-
-        def save_compared_form(request: HttpRequest, form: Any, change: bool) -> Any:
-            if not comparison.passed:
-                raise ImproperlyConfigured(
-                    f"{self._name} would save a form without comparing it: let full_clean() of the "
-                    f"form that get_form() makes decide whether it is valid."
-                )
-            return save_form(request, form, change)
-
-        admin.comparison = comparison
-        admin.get_form, admin.get_formsets_with_inlines = compared_form, compared_formsets
-        admin.get_object, admin.save_form = whole_row, save_compared_form
-        if alias:  # and not from a replica
-            admin.get_queryset = _reading_from(alias, get_queryset)
-            admin.get_inline_instances = inlines
-        return cast("FencedResourceAdmin", admin)
 
 
 def _noting(deleted: list[Any], delete_model: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,7 +230,3 @@ def _not_deleted(error: FencingError) -> str:
         "Nothing was deleted: it cannot be told at the moment whether somebody else is working "
         "on this. Try again in a moment."
     )
-
-
-def _reading_from(alias: str, get_queryset: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda request: get_queryset(request).using(alias)
