@@ -140,9 +140,12 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 transaction.set_rollback(True, using=alias)
             return response
 
-    def get_actions(self, request: HttpRequest) -> Any:
+    # Django 6.1 added an argument, and looks for its name.
+    def get_actions(self, request: HttpRequest, action_location: Any = None, **kwargs: Any) -> Any:
         """Leave out the action that would delete rows without their locks."""
-        actions = super().get_actions(request)
+        if action_location is not None:
+            kwargs["action_location"] = action_location
+        actions = super().get_actions(request, **kwargs)
         actions.pop("delete_selected", None)
         return actions
 

@@ -66,8 +66,6 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.staticfiles",
     "django_fencing",
-    "pgactivity",  # which pglock needs
-    "pglock",
 ]
 
 MIDDLEWARE = [
