@@ -188,19 +188,21 @@ def force_release(
     if isinstance(answer, Refusal):
         return _changed(answer.held_by or "unknown")
     lease = Lease(store, resource, holder, token=answer.token, ttl=_TTL, sent=sent)
-    outcome, said = Outcome.RELEASED, f"the lease of {described(present)} was ended"
+    evicted = described(present)
+    outcome, said = Outcome.NOT_FENCED, f"the lease of {evicted} was ended"
     try:
         lease._register(_TTL / 2)
+        outcome = Outcome.RELEASED
         said += f", and its holder is fenced by token {lease.token}"
     except NoSuchRow:
+        outcome = Outcome.RELEASED
         said += "; its row is gone"
     except (NotRegistered, OperationalError) as error:
-        outcome = Outcome.NOT_FENCED
         said += f", but its holder is not fenced yet: {error}. The next holder will fence it"
     finally:
         lease._leave(None)
-        why = reason if outcome is Outcome.RELEASED else f"{reason} (not fenced)".strip()
-        evicted = described(present)
+        is_over = lease._is_registered or outcome is Outcome.RELEASED
+        why = reason if is_over else f"{reason} (not fenced)".strip()
         ledger.forced(resource, holder, evicted, lease.token, user=user, reason=why)
     return Forced(outcome=outcome, said=" ".join(said.split()))
 
