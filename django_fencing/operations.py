@@ -174,23 +174,19 @@ def restore(using: str, plan: Any = (), **kwargs: Any) -> None:
         return
     loader = MigrationLoader(connection)
     applied = [key for key in loader.applied_migrations if key in loader.graph.nodes]
-    protecting = [
-        (app_label, operation)
-        for app_label, name in applied
-        for operation in _protecting(loader.graph.nodes[app_label, name].operations)
-    ]
-    undone = {
-        (app_label, each.model.lower(), each.require_lease)
-        for app_label, each in protecting
-        if isinstance(each, UnprotectFence)
-    }
-    if not protecting:
+    applied.sort(key=lambda key: getattr(loader.applied_migrations[key], "pk", 0))
+    protected: dict[tuple[str, str, bool], ProtectFence] = {}
+    for app_label, name in applied:
+        for operation in _protecting(loader.graph.nodes[app_label, name].operations):
+            key = (app_label, operation.model.lower(), operation.require_lease)
+            protected.pop(key, None)
+            if not isinstance(operation, UnprotectFence):
+                protected[key] = operation
+    if not protected:
         return
     state = loader.project_state(applied)
     tables = set(connection.introspection.table_names())
-    for app_label, operation in protecting:
-        if (app_label, operation.model.lower(), operation.require_lease) in undone:
-            continue
+    for (app_label, _, _), operation in protected.items():
         with suppress(LookupError, ValueError):  # the model is gone, or its fence
             if operation._model(app_label, state)._meta.db_table not in tables:
                 continue  # the migration was faked

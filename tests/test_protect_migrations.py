@@ -213,6 +213,20 @@ def test_a_guard_in_another_operation_is_restored_too(tmp_path: Path) -> None:
         assert made.python(LOWER) == "StaleToken"
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_what_was_unprotected_is_restored_only_if_it_is_protected_again(
+    tmp_path: Path, again: bool
+) -> None:
+    """As a data migration does; the last operation counts."""
+    altered = 'migrations.AlterField("Crate", "weight", models.BigIntegerField(default=3))'
+    with project("sqlite", tmp_path) as made:
+        made.migration("0002_protect", PROTECT, FIRST)
+        made.migration("0003_later", f"{UNPROTECT}, {PROTECT}" if again else UNPROTECT, SECOND)
+        made.migration("0004_last", altered, ("depot", "0003_later"))
+        made.run("django", "migrate")
+        assert made.python(LOWER) == ("StaleToken" if again else "lowered")
+
+
 def test_migrations_that_are_faked_need_no_table(tmp_path: Path) -> None:
     with project("sqlite", tmp_path) as made:
         made.migration("0002_protect", PROTECT, FIRST)
