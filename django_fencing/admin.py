@@ -22,10 +22,10 @@ from django_fencing.conf import conf
 from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import LeaseRecord
 from django_fencing.models import Fence, FenceEvent, OnceRecord
-from django_fencing.names import Keys, namespace_of, read_slug, slugs_of
+from django_fencing.names import Keys, namespace_of, read_slug
 from django_fencing.overview import ShownLease, fenced_models, overview
 from django_fencing.resource_admin import FencedResourceAdmin
-from django_fencing.resources import Resource, tenant
+from django_fencing.resources import Resource, of_tenant, tenant
 
 __all__ = ["FencedResourceAdmin"]
 
@@ -209,10 +209,7 @@ class OnceRecordAdmin(_ReadOnlyAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         records: QuerySet[Any] = QuerySet(OnceRecord, using=conf.database).order_by("-created_at")
-        if conf.namespace:
-            first, end = slugs_of(conf.namespace)
-            return records.filter(key__gte=first, key__lt=end)
-        return records.exclude(key__contains="|")
+        return of_tenant(records, "key", tenant())
 
     @admin.display(description=gettext_lazy("key"), ordering="key")
     def shown_key(self, record: OnceRecord) -> str:

@@ -16,6 +16,9 @@ from django.db.migrations.state import ProjectState
 from django_fencing import triggers
 from django_fencing.models import FENCE_FIELDS, fence_model
 
+# Yields the statements for one table.
+Written = Callable[..., Iterator[str]]
+
 
 class ProtectFence(Operation):
     """
@@ -37,6 +40,9 @@ class ProtectFence(Operation):
     reversible = True
     category = OperationCategory.ADDITION
 
+    _does: Written = staticmethod(triggers.creating)
+    _undoes: Written = staticmethod(triggers.dropping)
+
     def __init__(self, model: str, require_lease: bool = False) -> None:
         if not isinstance(model, str):
             raise TypeError(f"{type(self).__name__} needs the name of a model, not {model!r}.")
@@ -53,7 +59,7 @@ class ProtectFence(Operation):
         from_state: ProjectState,
         to_state: ProjectState,
     ) -> None:
-        self._execute(triggers.creating, app_label, schema_editor, to_state)
+        self._execute(self._does, app_label, schema_editor, to_state)
 
     def database_backwards(
         self,
@@ -62,7 +68,7 @@ class ProtectFence(Operation):
         from_state: ProjectState,
         to_state: ProjectState,
     ) -> None:
-        self._execute(triggers.dropping, app_label, schema_editor, to_state)
+        self._execute(self._undoes, app_label, schema_editor, to_state)
 
     def describe(self) -> str:
         guarded = "fence and rows" if self.require_lease else "fence"
@@ -78,7 +84,7 @@ class ProtectFence(Operation):
 
     def statements(
         self,
-        written: Callable[..., Iterator[str]],
+        written: Written,
         app_label: str,
         connection: BaseDatabaseWrapper,
         state: ProjectState,
@@ -99,7 +105,7 @@ class ProtectFence(Operation):
 
     def _execute(
         self,
-        written: Callable[..., Iterator[str]],
+        written: Written,
         app_label: str,
         schema_editor: BaseDatabaseSchemaEditor,
         state: ProjectState,
@@ -136,24 +142,8 @@ class UnprotectFence(ProtectFence):
 
     category = OperationCategory.REMOVAL
 
-    def database_forwards(
-        self,
-        app_label: str,
-        schema_editor: BaseDatabaseSchemaEditor,
-        from_state: ProjectState,
-        to_state: ProjectState,
-    ) -> None:
-        strict = functools.partial(triggers.dropping, strict=True)
-        self._execute(strict, app_label, schema_editor, to_state)
-
-    def database_backwards(
-        self,
-        app_label: str,
-        schema_editor: BaseDatabaseSchemaEditor,
-        from_state: ProjectState,
-        to_state: ProjectState,
-    ) -> None:
-        self._execute(triggers.creating, app_label, schema_editor, to_state)
+    _does = staticmethod(functools.partial(triggers.dropping, strict=True))
+    _undoes = staticmethod(triggers.creating)
 
     def describe(self) -> str:
         return f"Unprotect {self.model}"

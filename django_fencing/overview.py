@@ -20,7 +20,7 @@ from django_fencing.exceptions import InvalidResource, StoreUnavailable
 from django_fencing.grants import LeaseRecord
 from django_fencing.models import Fence, FencedResource, fence_model
 from django_fencing.names import Keys, encoded, namespace_of, read_slug, slugs_of
-from django_fencing.resources import Resource, of_fence, resolve, tenant
+from django_fencing.resources import Resource, of_fence, of_tenant, resolve, tenant
 from django_fencing.stores.base import Listed, Look, get_store
 
 PER_PAGE = 25
@@ -214,16 +214,10 @@ def _fences(model: type[FencedResource], search: str) -> QuerySet[FencedResource
         return QuerySet(model).none()
     if model is Fence:
         names: QuerySet[Any] = QuerySet(Fence, using=conf.database)
-        prefix = ""
-        if conf.namespace:
-            prefix, end = slugs_of(conf.namespace)
-            names = names.filter(name__gte=prefix, name__lt=end)
-        names = names.annotate(shown=Substr("name", len(prefix) + 1))
-        return (
-            names.exclude(shown__contains="|")
-            .filter(shown__icontains=encoded(search))
-            .order_by("name")
-        )
+        namespace = tenant()
+        prefix = slugs_of(namespace)[0] if namespace else ""
+        names = of_tenant(names, "name", namespace).annotate(shown=Substr("name", len(prefix) + 1))
+        return names.filter(shown__icontains=encoded(search)).order_by("name")
     rows: QuerySet[Any] = QuerySet(model, using=router.db_for_read(model))
     rows = rows.filter(last_fence_token__gt=0)
     return _matching(rows, model, search).order_by("pk")

@@ -13,8 +13,8 @@ from django_fencing import flow
 from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import Grant, Holder
 from django_fencing.models import Fence, FenceEvent, FenceFloor, OnceRecord
-from django_fencing.names import checked, slugs_of
-from django_fencing.resources import Resource, of_fence
+from django_fencing.names import checked
+from django_fencing.resources import Resource, of_fence, of_tenant
 from django_fencing.stores.base import Store, get_store
 
 # So many are deleted in one transaction, each under its own lock, which lasts for so many seconds.
@@ -72,12 +72,7 @@ class Pruning:
         return old.filter(namespace=checked(self.namespace) if self.namespace else "")
 
     def _of_tenant(self, rows: QuerySet[Any], key: str) -> QuerySet[Any]:
-        if self.namespace is None:
-            return rows
-        if not self.namespace:
-            return rows.exclude(**{f"{key}__contains": "|"})
-        first, end = slugs_of(self.namespace)
-        return rows.filter(**{f"{key}__gte": first, f"{key}__lt": end})
+        return rows if self.namespace is None else of_tenant(rows, key, self.namespace)
 
     def _delete_fences(self) -> Iterator[int]:
         """Yield how many fences each batch has deleted, each under its own lock."""

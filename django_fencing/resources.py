@@ -7,11 +7,12 @@ from typing import Any, cast
 from django.apps import apps
 from django.core.exceptions import ValidationError
 from django.db import models, router
+from django.db.models import QuerySet
 
 from django_fencing.conf import conf
 from django_fencing.exceptions import InvalidResource, NoSuchRow
 from django_fencing.models import Fence, FencedResource, fence_model, fence_pk, row_name
-from django_fencing.names import Keys, checked, namespace_of, read_slug, slug
+from django_fencing.names import Keys, checked, namespace_of, read_slug, slug, slugs_of
 
 ResourceLike = str | models.Model | tuple[type[models.Model], Any]
 
@@ -58,6 +59,14 @@ def tenant() -> str:
     """Return NAMESPACE, in one spelling."""
     namespace = conf.namespace
     return checked(namespace, "FENCING['NAMESPACE']") if namespace else ""
+
+
+def of_tenant(rows: QuerySet[Any], key: str, namespace: str) -> QuerySet[Any]:
+    """Return those rows whose `key`, a slug, is of this tenant; "" has none."""
+    if not namespace:
+        return rows.exclude(**{f"{key}__contains": "|"})
+    first, end = slugs_of(namespace)
+    return rows.filter(**{f"{key}__gte": first, f"{key}__lt": end})
 
 
 def _named(given: str, using: str | None) -> Resource:

@@ -200,18 +200,12 @@ class _Guard:
         )
 
     def without(self, kind: str, *, strict: bool = False) -> str:
-        names = self._names(kind)
-        if strict and self._connection.vendor == "postgresql":
-            before = "DROP TRIGGER {before} ON {table}; " if kind == "fence_guard" else ""
-            return (before + "DROP TRIGGER {name} ON {table}; DROP FUNCTION {function}();").format(
-                **names
-            )
+        names, exists = self._names(kind), "" if strict else "IF EXISTS "
         if self._connection.vendor != "postgresql":
-            return f"DROP TRIGGER {'' if strict else 'IF EXISTS '}{names['name']}"
-        return (
-            "DROP TRIGGER IF EXISTS {before} ON {table}; DROP TRIGGER IF EXISTS {name} ON {table}; "
-            "DROP FUNCTION IF EXISTS {function}();"
-        ).format(**names)
+            return f"DROP TRIGGER {exists}{names['name']}"
+        made = ("before", "name") if kind == "fence_guard" else ("name",)
+        drops = [f"DROP TRIGGER {exists}{names[one]} ON {names['table']};" for one in made]
+        return " ".join([*drops, f"DROP FUNCTION {exists}{names['function']}();"])
 
     def _names(self, kind: str) -> dict[str, str]:
         table = self._model._meta.db_table

@@ -244,6 +244,13 @@ def commit(lease: Lease, body: Callable[[], Any] = lambda: None) -> None:
         body()
 
 
+def sql(statement: str, params: Any = None, alias: str = "default") -> Any:
+    """Run a statement, and return its rows if it has any."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(statement, params)
+        return cursor.fetchall() if cursor.description else cursor.rowcount
+
+
 @contextmanager
 def statements(alias: str = "default") -> Iterator[list[str]]:
     """Collect the SQL of this thread's connection."""

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 from django.conf import settings
 from django.contrib import admin
-from django.db import connections
 from django.test import override_settings
 from django.urls import path, reverse
 
@@ -23,13 +22,6 @@ from tests.helpers import (
 from tests.shop.models import Job, Named
 
 pytestmark = committing("default", "other", "sqlite")
-
-
-def sql(statement: str, params: Any = None, alias: str = "default") -> Any:
-    """Run a statement, and return its rows if it has any."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(statement, params)
-        return cursor.fetchall() if cursor.description else cursor.rowcount
 
 
 urlpatterns = [path("admin/", admin.site.urls)]

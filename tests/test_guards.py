@@ -12,20 +12,11 @@ from django.db.migrations.state import ProjectState
 from django_fencing.exceptions import FencingError, StaleToken, UnfencedWrite
 from django_fencing.locks import fenced_atomic
 from django_fencing.operations import ProtectFence, UnprotectFence
-from tests.helpers import (
-    committing,
-)
+from tests.helpers import committing, sql
 from tests.shop.models import Job, UrgentJob
 from tests.test_operations import protected
 
 pytestmark = committing("default", "other", "sqlite")
-
-
-def sql(statement: str, params: Any = None, alias: str = "default") -> Any:
-    """Run a statement, and return its rows if it has any."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(statement, params)
-        return cursor.fetchall() if cursor.description else cursor.rowcount
 
 
 def fenced_table(name: str, options: dict[str, Any] | None = None, **fields: Any) -> CreateModel:

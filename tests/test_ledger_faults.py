@@ -11,7 +11,7 @@ import pytest
 from django.conf import settings
 from django.contrib import admin
 from django.core.signals import request_finished
-from django.db import connection, connections, transaction
+from django.db import connection, transaction
 from django.test import TestCase, override_settings
 
 from django_fencing import ledger
@@ -31,13 +31,6 @@ from tests.shop.models import Job
 from tests.test_operations import protected
 
 pytestmark = committing("default", "other", "sqlite")
-
-
-def sql(statement: str, params: Any = None, alias: str = "default") -> Any:
-    """Run a statement, and return its rows if it has any."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(statement, params)
-        return cursor.fetchall() if cursor.description else cursor.rowcount
 
 
 @pytest.fixture(autouse=True)

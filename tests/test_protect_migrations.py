@@ -11,18 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import connection, connections
+from django.db import connection
 
-from tests.helpers import committing
+from tests.helpers import committing, sql
 
 pytestmark = committing("default")
-
-
-def sql(statement: str, params: Any = None, alias: str = "default") -> Any:
-    """Run a statement, and return its rows if it has any."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(statement, params)
-        return cursor.fetchall() if cursor.description else cursor.rowcount
 
 
 SETTINGS = """

@@ -50,13 +50,7 @@ class RedisStore(Store):
             resource,
             [keys.lease, keys.done, keys.held, keys.token, keys.queue, keys.beats, keys.wakes],
             [
-                holder.id.hex,
-                _milliseconds(ttl),
-                floor,
-                JUMP,
-                TOKEN_LIMIT,
-                _milliseconds(conf.idle_ttl),
-                keys.member,
+                *_asked_for(resource, holder, ttl, floor),
                 _milliseconds(waits) if waits else 0,
                 came,
                 *_described_for(resource, holder),
@@ -151,13 +145,7 @@ class RedisStore(Store):
             resource,
             [keys.lease, keys.done, keys.held, keys.token],
             [
-                holder.id.hex,
-                _milliseconds(ttl),
-                floor,
-                JUMP,
-                TOKEN_LIMIT,
-                _milliseconds(conf.idle_ttl),
-                keys.member,
+                *_asked_for(resource, holder, ttl, floor),
                 shown,
                 *_described_for(resource, holder),
             ],
@@ -206,6 +194,19 @@ class RedisStore(Store):
         raise StoreUnavailable(
             f"Cannot acquire {resource.name!r}: {reasons[status]}", resource=resource.name
         )
+
+
+def _asked_for(resource: Resource, holder: Holder, ttl: float, floor: int) -> list[Any]:
+    """Return what a script is told that may grant a lease."""
+    return [
+        holder.id.hex,
+        _milliseconds(ttl),
+        floor,
+        JUMP,
+        TOKEN_LIMIT,
+        _milliseconds(conf.idle_ttl),
+        resource.keys.member,
+    ]
 
 
 def _described_for(resource: Resource, holder: Holder) -> list[Any]:
