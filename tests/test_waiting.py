@@ -545,7 +545,7 @@ def is_gone(pid: int) -> bool:
     """Say whether a process has ended, or stands still."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or before it is read
         return True
 
 
