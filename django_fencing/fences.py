@@ -76,20 +76,13 @@ def check(resource: Resource, mine: Registration) -> FencedResource:
 
     Raise StaleToken unless the fence still is `mine`: token and holder.
     """
-    fences = _rows(resource)
     if connections[resource.alias].vendor == "postgresql":
-        fences = postgresql.presenting(fences, str(mine))
-    features = connections[resource.alias].features
-    if features.has_select_for_update:
-        fences = fences.select_for_update(no_key=features.has_select_for_no_key_update)
-    else:  # SQLite: only a write locks anything
-        same = {"last_fence_token": mine.token, "last_fence_holder": mine.holder}
-        fences.filter(**same).update(**same)
-    row = next(iter(fences), None)
+        row = _check_presenting(resource, mine)
+    else:
+        row = _check(resource, mine)
     found = None if row is None else Registration(row.last_fence_token, row.last_fence_holder)
     if row is None or found != mine:
         raise _stale(resource, mine, found)
-    row.__dict__.pop("fencing_presented", None)
     return _whole(resource, row)
 
 
@@ -133,10 +126,13 @@ def _read(resource: Resource) -> Registration | None:
 
 def _rows(resource: Resource) -> QuerySet[FencedResource]:
     """Return the fence's one row, past managers and ordering: nothing is hidden or joined."""
-    model = resource.row_model
-    if model._meta.concrete_model is not resource.model:  # a multi-table child
-        model = resource.model
-    return QuerySet(model, using=resource.alias).filter(pk=resource.pk).order_by()
+    return QuerySet(_model(resource), using=resource.alias).filter(pk=resource.pk).order_by()
+
+
+def _model(resource: Resource) -> type[FencedResource]:
+    """Return the model as which the row is read without joins."""
+    is_child = resource.row_model._meta.concrete_model is not resource.model
+    return resource.model if is_child else resource.row_model
 
 
 def _whole(resource: Resource, row: FencedResource) -> FencedResource:
@@ -184,29 +180,51 @@ def _move_returning(
     resource: Resource, mine: Registration, granted: int, patience: float, *, alone: bool
 ) -> FencedResource | None:
     """Register on PostgreSQL: one statement, which bounds its own wait for the row."""
-    rows = _rows(resource)
+    statement = postgresql.moving(resource.model, resource.alias, alone=alone)
     params = {
         "patience": str(round(patience * 1000)),
-        "pk": resource.model._meta.pk.get_db_prep_value(resource.pk, connections[rows.db]),
         "token": mine.token,
         "holder": mine.holder,
         "granted": granted,
-        "registration": str(mine),
     }
-    statement = postgresql.moving(resource.model, rows.db, alone=alone)
     try:
-        found = list(rows.raw(statement, params, using=rows.db))
+        return _returned(resource, mine, statement, params)
     except OperationalError as error:
         if postgresql.sqlstate(error) == postgresql.LOCK_NOT_AVAILABLE:
             raise NotRegistered(
                 f"a transaction kept its row locked for {patience:.3g} s"
             ) from error
         raise
-    if not found:
-        return None
-    (row,) = found
-    for column in ("fencing restored", "fencing presented", "fencing table", "fencing key"):
-        del row.__dict__[column]
+
+
+def _check_presenting(resource: Resource, mine: Registration) -> FencedResource | None:
+    """Lock the row on PostgreSQL, and present the registration to the triggers."""
+    return _returned(resource, mine, postgresql.checking(_model(resource), resource.alias), {})
+
+
+def _check(resource: Resource, mine: Registration) -> FencedResource | None:
+    """Lock the row, and return it."""
+    fences = _rows(resource)
+    features = connections[resource.alias].features
+    if features.has_select_for_update:
+        fences = fences.select_for_update(no_key=features.has_select_for_no_key_update)
+    else:  # SQLite: only a write locks anything
+        same = {"last_fence_token": mine.token, "last_fence_holder": mine.holder}
+        fences.filter(**same).update(**same)
+    return next(iter(fences), None)
+
+
+def _returned(
+    resource: Resource, mine: Registration, statement: str, params: dict[str, Any]
+) -> FencedResource | None:
+    """Return the row that a statement for PostgreSQL returns, None if it returns none."""
+    key = resource.model._meta.pk.get_db_prep_value(resource.pk, connections[resource.alias])
+    params = {**params, "pk": key, "registration": str(mine)}
+    rows = QuerySet(_model(resource), using=resource.alias)
+    row = next(iter(rows.raw(statement, params)), None)
+    if row is not None:
+        for column in postgresql.EXTRA_COLUMNS:
+            row.__dict__.pop(column, None)
     return row
 
 

@@ -3,7 +3,7 @@
 import functools
 
 from django.db import DatabaseError, connections
-from django.db.models import F, Func, QuerySet, TextField, Value
+from django.db.models import QuerySet
 
 from django_fencing.models import Fence, FencedResource, FenceFloor
 
@@ -14,7 +14,9 @@ RETRYABLE = ("40001", "40P01")  # serialization failure, deadlock
 # The setting in which a fenced transaction presents to the triggers what is registered, and at
 # which row: "table:token:holder:key", the table by its oid.
 REGISTRATION = "django_fencing.registration"
-_PLACE = """{table}.tableoid || ':' AS "fencing table", ':' || {table}.{pk} AS "fencing key\""""
+_PRESENTED = f"""set_config('{REGISTRATION}',
+        {{table}}.tableoid || ':' || %(registration)s || ':' || {{table}}.{{pk}}, true)
+        AS "fencing presented\""""
 
 # https://www.postgresql.org/docs/current/libpq-status.html, PQTRANS_INERROR
 _INERROR = 3
@@ -27,30 +29,21 @@ WITH "fencing guard" AS MATERIALIZED (
     SELECT current_setting('lock_timeout') AS former,
            set_config('lock_timeout', %(patience)s, true) AS patience
     WHERE {condition}
-), {moved}
-SELECT "fencing moved".*, set_config('lock_timeout', former, true) AS "fencing restored",
-       set_config('{registration}', "fencing table" || %(registration)s || "fencing key", true)
-           AS "fencing presented"
-FROM "fencing moved", "fencing guard"
-"""
-
-_ROW = """
-"fencing moved" AS ({update} RETURNING {returned})
+){moving}
 """
 
 # A name that has no row yet is inserted. Whether it has one, and above which token it may begin, is
 # of one snapshot: prune() deletes the row and raises the floor in one transaction, and a row that
 # this statement has waited for, in vain, is not inserted below the floor.
-_NAME = """
-"fencing updated" AS ({update} RETURNING {returned}),
-"fencing inserted" AS ({insert} RETURNING {returned}),
-"fencing moved" AS (SELECT * FROM "fencing updated" UNION ALL SELECT * FROM "fencing inserted")
+_NAME = """, "fencing updated" AS ({update}), "fencing inserted" AS ({insert})
+SELECT * FROM "fencing updated" UNION ALL SELECT * FROM "fencing inserted"
 """
 
 _UPDATE = """
     UPDATE {table} SET {values}
     FROM "fencing guard" AS guard
     WHERE {table}.{pk} = %(pk)s AND guard.patience IS NOT NULL AND {movable}
+    RETURNING {returned}
 """
 
 _INSERT = """
@@ -59,12 +52,21 @@ _INSERT = """
     WHERE NOT EXISTS (SELECT FROM {table} WHERE {pk} = %(pk)s)
         AND %(token)s > COALESCE((SELECT max(token) FROM {floor}), 0)
     ON CONFLICT ({pk}) DO UPDATE SET {values} WHERE {movable}
+    RETURNING {returned}
 """
+
+_RESTORED = """set_config('lock_timeout', (SELECT former FROM "fencing guard"), true)
+        AS "fencing restored\""""
+
+# What the statements return besides the row's own columns.
+EXTRA_COLUMNS = ("fencing restored", "fencing presented")
 
 _VALUES = "{token} = %(token)s, {holder} = %(holder)s"
 _REGISTERED_NOW = ", {registered_at} = statement_timestamp()"
 _MOVABLE = """({table}.{token} < %(granted)s
         OR ({table}.{holder} = %(holder)s AND {table}.{token} <= %(token)s))"""
+
+_CHECK = "SELECT {returned} FROM {table} WHERE {table}.{pk} = %(pk)s FOR NO KEY UPDATE"
 
 _ALONE = "true"
 _INSIDE = "current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')"
@@ -78,52 +80,59 @@ def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
     Its parameters are pk, token, holder, granted, registration, and patience in milliseconds.
     Unless `alone` it moves nothing above READ COMMITTED.
     """
+    names = _names(model, alias)
+    of_names = model is Fence
+    values = (_VALUES + (_REGISTERED_NOW if of_names else "")).format(**names)
+    parts = {
+        "values": values,
+        "movable": _MOVABLE.format(**names),
+        "returned": ", ".join([*_columns(model, alias), _PRESENTED.format(**names), _RESTORED]),
+        "floor": connections[alias].ops.quote_name(FenceFloor._meta.db_table),
+        **names,
+    }
+    moving = _UPDATE.format(**parts)
+    if of_names:
+        moving = _NAME.format(update=moving, insert=_INSERT.format(**parts))
+        # psycopg sends each parameter once, so its type has to be the same everywhere.
+        moving = moving.replace("%(pk)s", "%(pk)s::varchar")
+    return _MOVE.format(condition=_ALONE if alone else _INSIDE, moving=moving)
+
+
+@functools.cache
+def checking(model: type[FencedResource], alias: str) -> str:
+    """
+    Return the statement that locks a fence's row, presents the registration and returns the row.
+
+    Its parameters are pk and registration.
+    """
+    names = _names(model, alias)
+    returned = ", ".join([*_columns(model, alias), _PRESENTED.format(**names)])
+    return _CHECK.format(returned=returned, **names)
+
+
+def _columns(model: type[FencedResource], alias: str) -> list[str]:
+    """Return the SQL of the model's columns, each by the name under which a raw query reads it."""
     compiler = QuerySet(model, using=alias).query.get_compiler(alias)
     quoted = connections[alias].ops.quote_name
-    options = model._meta
-    table = quoted(options.db_table)
-    columns = {str(field.column): field for field in options.concrete_fields}
-    returned = []
-    for column, field in columns.items():
+    table = quoted(model._meta.db_table)
+    columns = []
+    for field in model._meta.concrete_fields:
+        column = quoted(str(field.column))
         # PostGIS, for one, reads its columns through a function.
-        sql, _ = field.select_format(compiler, f"{table}.{quoted(column)}", ())
-        returned.append(f"{sql} AS {quoted(column)}")
-    names = {
-        "table": table,
+        sql, _ = field.select_format(compiler, f"{table}.{column}", ())
+        columns.append(f"{sql} AS {column}")
+    return columns
+
+
+def _names(model: type[FencedResource], alias: str) -> dict[str, str]:
+    options, quoted = model._meta, connections[alias].ops.quote_name
+    return {
+        "table": quoted(options.db_table),
         "pk": quoted(str(options.pk.column)),
         "token": quoted(str(options.get_field("last_fence_token").column)),
         "holder": quoted(str(options.get_field("last_fence_holder").column)),
         "registered_at": quoted("registered_at"),
-        "floor": quoted(FenceFloor._meta.db_table),
     }
-    of_names = model is Fence
-    values = (_VALUES + (_REGISTERED_NOW if of_names else "")).format(**names)
-    parts = {"values": values, "movable": _MOVABLE.format(**names), **names}
-    # psycopg sends each parameter once, so its type has to be the same everywhere.
-    key = "%(pk)s::varchar" if of_names else "%(pk)s"
-    moved = (_NAME if of_names else _ROW).format(
-        update=_UPDATE.format(**parts),
-        insert=_INSERT.format(**parts),
-        returned=", ".join([*returned, _PLACE.format(**names)]),
-    )
-    return _MOVE.format(
-        condition=_ALONE if alone else _INSIDE,
-        moved=moved.replace("%(pk)s", key),
-        registration=REGISTRATION,
-    )
-
-
-def presenting(rows: QuerySet[FencedResource], registration: str) -> QuerySet[FencedResource]:
-    """Return `rows` as read by a statement that presents the registration as well."""
-    parts = "tableoid || ':' || %(expressions)s"
-    presented = Func(
-        Value(registration),
-        F("pk"),
-        template=f"set_config('{REGISTRATION}', {parts}, true)",
-        arg_joiner=" || ':' || ",
-        output_field=TextField(),
-    )
-    return rows.annotate(fencing_presented=presented)
 
 
 def present_nothing(alias: str) -> None:

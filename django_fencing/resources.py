@@ -190,7 +190,7 @@ def _resource(
     name, namespace = checked(fence_name), tenant()
     return Resource(
         name=name,
-        keys=Keys.of(conf.prefix, f"row:{slug(name, namespace)}"),
+        keys=_keys_of_row(name, namespace, conf.prefix),
         alias=alias,
         model=model,
         pk=pk,
@@ -198,3 +198,8 @@ def _resource(
         floor=floor,
         namespace=namespace,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _keys_of_row(name: str, namespace: str, prefix: str) -> Keys:
+    return Keys.of(prefix, f"row:{slug(name, namespace)}")
