@@ -220,7 +220,7 @@ def _returned(
     """Return the row that a statement for PostgreSQL returns, None if it returns none."""
     key = resource.model._meta.pk.get_db_prep_value(resource.pk, connections[resource.alias])
     params = {**params, "pk": key, "registration": str(mine)}
-    rows = QuerySet(_model(resource), using=resource.alias)
+    rows: QuerySet[FencedResource] = QuerySet(_model(resource), using=resource.alias)
     row = next(iter(rows.raw(statement, params)), None)
     if row is not None:
         for column in postgresql.EXTRA_COLUMNS:
