@@ -1,38 +1,40 @@
 """The admin's pages: fence tokens, the ledger, what was done once. A stuck lease can be ended."""
 
+from datetime import datetime
 from typing import Any
 
-from django.contrib import admin, messages
+from django.contrib import admin
 from django.contrib.admin.utils import quote
 from django.contrib.auth import get_permission_codename
 from django.core.exceptions import ImproperlyConfigured, PermissionDenied
 from django.db import models
 from django.db.models import QuerySet
-from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http import HttpRequest
+from django.template.loader import render_to_string
 from django.template.response import TemplateResponse
-from django.urls import path, reverse
-from django.utils.decorators import method_decorator
-from django.utils.http import urlencode
+from django.urls import reverse
+from django.utils import dateformat
+from django.utils.html import format_html_join
+from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
-from django.views.decorators.http import require_http_methods
 
-from django_fencing import http, operators
+from django_fencing import operators
 from django_fencing.conf import conf
 from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import LeaseRecord
 from django_fencing.models import Fence, FenceEvent, OnceRecord
-from django_fencing.names import Keys, namespace_of, read_slug
-from django_fencing.overview import ShownLease, fenced_models, overview
+from django_fencing.names import read_slug
+from django_fencing.overview import fenced_models, overview
+from django_fencing.release_admin import ReleasingAdmin
 from django_fencing.resource_admin import FencedResourceAdmin
-from django_fencing.resources import Resource, of_tenant, tenant
+from django_fencing.resources import Resource, of_fence, of_tenant, tenant
 
 __all__ = ["FencedResourceAdmin"]
 
 
-_CHANGELIST = "django_fencing_fence_changelist"
-_RELEASE = "django_fencing_fence_release"
-_MAY_RELEASE = "django_fencing.force_release"
+# So many lines of the ledger are shown at a fence.
+_LAST_EVENTS = 10
 
 
 class _ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
@@ -46,11 +48,37 @@ class _ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
 
 @admin.register(Fence)
-class FenceAdmin(_ReadOnlyAdmin):
+class FenceAdmin(_ReadOnlyAdmin, ReleasingAdmin):
     """Shows leases and fences. Who has the permission `force_release` can end a lease."""
 
-    fields = ("name", "shown_fence_token", "last_fence_holder")
-    readonly_fields = ("shown_fence_token",)
+    fields = (
+        "shown_name",
+        "shown_fence_token",
+        "last_fence_holder",
+        "registered_at",
+        "lease",
+        "counter",
+        "last_events",
+    )
+    readonly_fields = ("shown_name", "shown_fence_token", "lease", "counter", "last_events")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        fences: QuerySet[Any] = QuerySet(Fence, using=conf.database)
+        return of_tenant(fences, "name", tenant()).order_by("name")
+
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> Any:
+        """Return the fence, with what the store says of its resource."""
+        fence = super().get_object(request, object_id, from_field)
+        if fence is not None:
+            fence.seen = _seen(of_fence(fence))
+        return fence
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Leave out the ledger for those who may not see it."""
+        may = self._may_view(request, FenceEvent)
+        return self.fields if may else [name for name in self.fields if name != "last_events"]
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
@@ -77,10 +105,11 @@ class FenceAdmin(_ReadOnlyAdmin):
             "opts": self.opts,
             "overview": found,
             "leases": [
-                (item, self._url(request, item.row), self._release_url(request, item))
+                (item, self._url(request, item.row), self.release_url(request, item))
                 for item in found.leases
             ],
             "fences": [(item, self._url(request, item.row)) for item in found.fences],
+            "events_url": self._events_url(request),
             "choices": [(one._meta.label_lower, _title(one), one is model) for one in shown],
             "title_of_fences": _title(model),
             "search": search,
@@ -89,79 +118,37 @@ class FenceAdmin(_ReadOnlyAdmin):
         request.current_app = self.admin_site.name
         return TemplateResponse(request, "admin/django_fencing/fence/change_list.html", context)
 
-    def get_urls(self) -> Any:
-        """Add the page that asks whether to end a lease."""
-        release = self.admin_site.admin_view(self.release_view)
-        # The lock is taken outside of any transaction.
-        release._non_atomic_requests = http.OwnTransactions()  # type: ignore[attr-defined]
-        return [path("release/", release, name=_RELEASE), *super().get_urls()]
-
-    @method_decorator(require_http_methods(["GET", "HEAD", "POST"]))
-    def release_view(self, request: HttpRequest) -> HttpResponse:
-        """Ask whether to end the lease that was shown; do so at a POST."""
-        if not request.user.has_perm(_MAY_RELEASE):
-            raise PermissionDenied
-        given = request.POST if request.method == "POST" else request.GET
-        keys = Keys.of_member(given.get("key", ""), conf.prefix)
-        if keys is None or namespace_of(keys.member) != tenant():
-            raise Http404("There is no such resource.")
-        shown = given.get("holder", "")
-        lease = resource = None
-        try:
-            lease = operators.look(keys)
-            resource = operators.resource_of_lease(keys, lease) if lease else None
-            obstacle = _obstacle(lease, resource, shown)
-            if resource and lease and not obstacle and request.method == "POST":
-                return self._release(request, resource, shown)
-        except (StoreUnavailable, ImproperlyConfigured) as error:
-            obstacle = _("The store cannot be asked: {error}").format(error=error)
-        if request.method == "POST":
-            self.log_change(request, Fence(name=keys.member.partition(":")[2]), obstacle)
-            self.message_user(request, obstacle, messages.ERROR)
-            return self._back()
-        context = {
-            **self.admin_site.each_context(request),
-            "title": _("End a lease"),
-            "opts": self.opts,
-            "resource": resource,
-            "lease": lease,
-            "holder": lease and operators.described(lease),
-            "key": keys.member,
-            "shown": shown,
-            "obstacle": obstacle,
-        }
-        request.current_app = self.admin_site.name
-        return TemplateResponse(request, "admin/django_fencing/fence/release.html", context)
-
-    def _release(self, request: HttpRequest, resource: Resource, shown: str) -> HttpResponse:
-        """End the lease, and leave an entry in the admin's own log, whatever came of it."""
-        user, reason = str(request.user), request.POST.get("reason", "").replace("\0", "").strip()
-        forced = operators.force_release(resource, shown, user=user, reason=reason)
-        row: Any = Fence(name=resource.pk)
-        if resource.model is not Fence:
-            row = QuerySet(resource.model, using=resource.alias).filter(pk=resource.pk).first()
-        line = _("Lock of {resource}: {said}.").format(resource=resource.name, said=forced.said)
-        self.log_change(request, row or Fence(name=resource.name), line)
-        done = forced.outcome is operators.Outcome.RELEASED
-        self.message_user(request, line, messages.SUCCESS if done else messages.WARNING)
-        return self._back()
-
-    def _back(self) -> HttpResponse:
-        page = reverse(f"admin:{_CHANGELIST}", current_app=self.admin_site.name)
-        return HttpResponseRedirect(page)
-
-    def _release_url(self, request: HttpRequest, item: ShownLease) -> str:
-        """Return the address of the page that asks whether to end the lease, "" if none does."""
-        if item.lease is None or not request.user.has_perm(_MAY_RELEASE):
-            return ""
-        query = urlencode({"key": item.keys.member, "holder": item.lease.holder})
-        page = reverse(f"admin:{_RELEASE}", current_app=self.admin_site.name)
-        return f"{page}?{query}"
-
     @admin.display(description=gettext_lazy("last fence token"))
     def shown_fence_token(self, fence: Fence) -> str:
         """Show all digits, in groups nowhere."""
         return str(fence.last_fence_token)
+
+    @admin.display(description=gettext_lazy("name"))
+    def shown_name(self, fence: Any) -> str:
+        """Show the name as it was given."""
+        return read_slug(fence.name, tenant()) or str(fence.name)
+
+    @admin.display(description=gettext_lazy("lease"))
+    def lease(self, fence: Any) -> str:
+        """Say who holds the lock, and for how long."""
+        if isinstance(fence.seen, str):
+            return fence.seen
+        lease = fence.seen.lease
+        return _line_of(lease) if lease else _("free")
+
+    @admin.display(description=gettext_lazy("counter"))
+    def counter(self, fence: Any) -> str:
+        """Show the token that the store has proposed last."""
+        if isinstance(fence.seen, str):
+            return _("unknown")
+        return _("none") if fence.seen.counter is None else str(fence.seen.counter)
+
+    @admin.display(description=gettext_lazy("last events"))
+    def last_events(self, fence: Any) -> str:
+        """Show what has happened to the resource, the newest line first."""
+        events = operators.events(self.shown_name(fence))[:_LAST_EVENTS]
+        lines = [(_moment(event.created_at), event.message) for event in events]
+        return format_html_join("", "<div>{} {}</div>", lines) or _("none")
 
     def _may_view(self, request: HttpRequest, model: type[models.Model]) -> bool:
         """Say whether the user may see rows of `model`, registered in this admin or not."""
@@ -179,6 +166,14 @@ class FenceAdmin(_ReadOnlyAdmin):
         if not self._may_view(request, model):
             return ""
         return reverse(name, args=[quote(pk)], current_app=self.admin_site.name)
+
+    def _events_url(self, request: HttpRequest) -> str:
+        """Return the address of the ledger in this admin, "" if the user may not see it."""
+        if FenceEvent not in self.admin_site._registry or not self._may_view(request, FenceEvent):
+            return ""
+        return reverse(
+            "admin:django_fencing_fenceevent_changelist", current_app=self.admin_site.name
+        )
 
 
 @admin.register(FenceEvent)
@@ -216,20 +211,27 @@ class OnceRecordAdmin(_ReadOnlyAdmin):
         return read_slug(record.key, tenant()) or record.key
 
 
-def _obstacle(lease: LeaseRecord | None, resource: Resource | None, shown: str) -> str:
-    """Say why the lease cannot be ended, "" if it can."""
-    if lease is None:
-        return _("Nobody holds it any more: nothing was done.")
-    if lease.holder != shown:
-        return _("It is held by {holder}, and not as it was shown: nothing was done.").format(
-            holder=operators.described(lease)
-        )
-    if resource is None:
-        return _(
-            "Its fence cannot be found, so its holder could not be fenced: nothing was done. "
-            "It ends by itself."
-        )
-    return ""
+def _seen(resource: Resource) -> operators.State | str:
+    """Return what the store says of a resource, or why it cannot be asked."""
+    try:
+        return operators.state(resource)
+    except (StoreUnavailable, ImproperlyConfigured) as error:
+        return _("unknown: {error}").format(error=error)
+
+
+def _line_of(lease: LeaseRecord) -> str:
+    """Say who holds a lease, since when and for how long, in one line."""
+    state = render_to_string("admin/django_fencing/fence/lease.html", {"lease": lease}).strip()
+    since = _moment(lease.since) if lease.since else _("unknown")
+    return _("{state}, by {holder} since {since}").format(
+        state=state, holder=operators.described(lease), since=since
+    )
+
+
+def _moment(moment: datetime) -> str:
+    """Say when, in the time zone of the site."""
+    local = localtime(moment) if is_aware(moment) else moment
+    return dateformat.format(local, "Y-m-d H:i:s T")
 
 
 def _title(model: type[models.Model]) -> str:

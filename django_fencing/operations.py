@@ -15,6 +15,7 @@ from django.db.migrations.state import ProjectState
 
 from django_fencing import triggers
 from django_fencing.models import FENCE_FIELDS, fence_model
+from django_fencing.signals import key_values, logger
 
 # Yields the statements for one table.
 Written = Callable[..., Iterator[str]]
@@ -30,7 +31,8 @@ class ProtectFence(Operation):
 
     With `require_lease` (PostgreSQL) an UPDATE or DELETE of a row is refused unless it is done in
     the fenced transaction of that row's own lease; the error is UnfencedWrite. An UPDATE that only
-    moves the fence up passes, as do INSERT and TRUNCATE. Other databases guard the fence alone.
+    moves the fence up passes, as do INSERT and TRUNCATE. Other databases guard the fence alone,
+    which the log says as a warning.
     The tables of multi-table children in the same app are guarded as well; those of other apps,
     and children of later migrations, need an operation of their own.
 
@@ -110,7 +112,12 @@ class ProtectFence(Operation):
         schema_editor: BaseDatabaseSchemaEditor,
         state: ProjectState,
     ) -> None:
-        for statement in self.statements(written, app_label, schema_editor.connection, state):
+        connection = schema_editor.connection
+        guards_rows = self.require_lease and written is triggers.creating
+        if guards_rows and connection.vendor != "postgresql":
+            line = {"model": self.model, "database": connection.vendor}
+            logger.warning("%s", key_values("require_lease_ignored", line))
+        for statement in self.statements(written, app_label, connection, state):
             schema_editor.execute(statement, params=None)
 
     def _model(self, app_label: str, state: ProjectState) -> type[models.Model]:

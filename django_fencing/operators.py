@@ -16,6 +16,7 @@ from django.db.models import QuerySet
 from django.utils.connection import ConnectionDoesNotExist
 
 from django_fencing import flow, ledger
+from django_fencing.conf import conf
 from django_fencing.exceptions import (
     FencingError,
     InvalidResource,
@@ -25,7 +26,7 @@ from django_fencing.exceptions import (
 from django_fencing.fences import NotRegistered
 from django_fencing.grants import Grant, Holder, LeaseRecord, Refusal
 from django_fencing.leases import Lease
-from django_fencing.models import Fence, FencedResource, fence_model
+from django_fencing.models import Fence, FencedResource, FenceEvent, fence_model
 from django_fencing.names import Keys, read_slug
 from django_fencing.resources import Resource, ResourceLike, of_fence, resolve, tenant
 from django_fencing.stores.base import Store, get_store
@@ -152,6 +153,12 @@ def state(resource: ResourceLike | Resource, using: str | None = None) -> State:
         fence_token=token,
         fence_holder=holder,
     )
+
+
+def events(resource: str) -> QuerySet[FenceEvent]:
+    """Return the ledger's lines about this tenant's resource of that name, the newest first."""
+    ledger: QuerySet[FenceEvent] = QuerySet(FenceEvent, using=conf.database)
+    return ledger.filter(namespace=tenant(), resource=resource).order_by("-pk")
 
 
 def force_release(

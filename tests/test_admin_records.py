@@ -8,12 +8,14 @@ from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
 from django.test import Client, override_settings
 from django.urls import reverse
+from django.utils.html import escape
 
 from django_fencing.exceptions import StaleToken
 from django_fencing.locks import fenced_atomic, fenced_lock
-from django_fencing.models import FenceEvent, OnceRecord
+from django_fencing.models import Fence, FenceEvent, OnceRecord
+from django_fencing.names import slug
 from django_fencing.once import once
-from tests.helpers import taken_over
+from tests.helpers import cache_at, taken_over
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -83,3 +85,98 @@ def test_staff_need_the_permission(name: str) -> None:
     user.user_permissions.add(Permission.objects.get(codename="view_fenceevent"))
 
     assert (before, client.get(page).status_code) == (403, 200)
+
+
+def page_of_fence(name: str) -> str:
+    return reverse("admin:django_fencing_fence_change", args=[quote(slug(name))])
+
+
+def test_the_page_of_a_fence_tells_what_is_going_on(
+    name: str, client: Any, browser: Client
+) -> None:
+    """Who holds the lock, what the store proposes, what has happened: nothing is to be changed."""
+    refuse_a_token(name, client)
+    free = browser.get(page_of_fence(name)).content.decode()
+
+    with fenced_lock(name) as lease:
+        held = browser.get(page_of_fence(name)).content.decode()
+
+    event = FenceEvent.objects.get()
+    assert "free" in free
+    assert escape(event.message) in free
+    assert f'<div class="readonly">{lease.token}</div>' in held
+    assert f"token {lease.token}), since" not in free
+    assert f"token {lease.token}) since" in held
+    assert str(lease.holder.id) in held
+    assert 'name="_save"' not in held
+
+
+def test_the_page_of_a_fence_survives_an_outage(name: str, browser: Client) -> None:
+    """What the database knows is shown, and that the store cannot be asked."""
+    with fenced_atomic(name):
+        pass
+    with cache_at("unix:///nowhere"):
+        page = browser.get(page_of_fence(name))
+
+    assert page.status_code == 200
+    assert "unknown: Cannot" in page.content.decode()
+
+
+def test_another_tenants_fence_has_no_page(name: str, browser: Client) -> None:
+    """As little as it is on the list."""
+    with override_settings(FENCING={**settings.FENCING, "NAMESPACE": "somebody else"}):
+        with fenced_atomic(name):
+            pass
+        mine = browser.get(reverse("admin:django_fencing_fence_change", args=[quote(only_fence())]))
+    foreign = browser.get(reverse("admin:django_fencing_fence_change", args=[quote(only_fence())]))
+
+    assert mine.status_code == 200
+    assert f">{escape(name)}<" in mine.content.decode()
+    assert foreign.status_code == 302
+
+
+@pytest.mark.django_db(databases=["default", "other"], transaction=True)
+def test_the_fences_of_another_database_have_pages(name: str, browser: Client) -> None:
+    """FENCING["DATABASE"] says where they are, no router is needed."""
+    with override_settings(FENCING={**settings.FENCING, "DATABASE": "other"}):
+        with fenced_atomic(name):
+            pass
+        page = browser.get(page_of_fence(name))
+
+    assert page.status_code == 200
+
+
+def test_the_ledger_is_for_those_who_may_see_it(name: str, client: Any) -> None:
+    """On the page of a fence, and on the way to it."""
+    refuse_a_token(name, client)
+    user = User.objects.create_user("staff", is_staff=True)
+    user.user_permissions.add(Permission.objects.get(codename="view_fence"))
+    staff = Client()
+    staff.force_login(user)
+    pages = [page_of_fence(name), reverse("admin:django_fencing_fence_changelist")]
+    events = reverse("admin:django_fencing_fenceevent_changelist")
+
+    before = [staff.get(page).content.decode() for page in pages]
+    user.user_permissions.add(Permission.objects.get(codename="view_fenceevent"))
+    after = [staff.get(page).content.decode() for page in pages]
+
+    assert [("refused" in page, events in page) for page in before] == [(False, False)] * 2
+    assert "refused" in after[0]
+    assert f"{events}?resource={name}" in after[1].replace("%3A", ":")
+
+
+def test_the_way_to_the_ledger_leads_to_one_resource(
+    name: str, client: Any, browser: Client
+) -> None:
+    """And not to those whose name begins alike."""
+    refuse_a_token(name, client)
+    refuse_a_token(f"{name} 2", client)
+    page = browser.get(
+        reverse("admin:django_fencing_fenceevent_changelist"), {"resource": name}
+    ).content.decode()
+
+    assert page.count('class="field-message"') == 1
+
+
+def only_fence() -> str:
+    return str(Fence.objects.get().pk)

@@ -733,6 +733,19 @@ def test_help_tells_the_return_codes() -> None:
         assert part in text
 
 
+def test_djangos_own_options_may_follow_the_action(name: str) -> None:
+    """As after every other command; before it they count as well."""
+    settings_module = f"--settings={os.environ['DJANGO_SETTINGS_MODULE']}"
+    for arguments in (
+        ["locks", settings_module, "--no-color", "--traceback", "-v", "2"],
+        [settings_module, "--no-color", "-v2", "locks"],
+    ):
+        with process("fencing", *arguments) as ran:
+            assert ran.end() == (0, [])
+    with process("fencing", "locks", "--settings=nowhere") as failing:
+        assert failing.end()[0] == 1
+
+
 def test_resource_of_understands_rows_and_names() -> None:
     """A name is what is no row of a model with a fence."""
     job, code = Job.objects.create(), Code.objects.create(code="a@b")

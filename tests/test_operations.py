@@ -52,6 +52,21 @@ def alias(request: Any) -> str:
     return str(request.param)
 
 
+def test_a_database_that_guards_no_rows_says_so(
+    alias: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When the rows are to be guarded, not when the fence alone is, nor when it is undone."""
+    with protected("Job", alias):
+        pass
+    assert caplog.messages == []
+    with protected("Job", alias, require_lease=True):
+        told = list(caplog.messages)
+
+    line = "require_lease_ignored model=Job database=sqlite"
+    assert told == ([line] if alias == "sqlite" else [])
+    assert caplog.messages == told
+
+
 def lower_by_sql(rows: Any) -> None:
     row = rows.get()
     with connections[rows.db].cursor() as cursor:

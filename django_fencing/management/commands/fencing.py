@@ -4,7 +4,7 @@ import getpass
 import json
 import os
 import re
-from argparse import ArgumentTypeError
+from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -20,11 +20,9 @@ from django_fencing.commands import RETURN_CODES
 from django_fencing.conf import conf, namespace
 from django_fencing.exceptions import FencingError
 from django_fencing.grants import LeaseRecord
-from django_fencing.models import FenceEvent
 from django_fencing.operators import Outcome
 from django_fencing.overview import ShownLease, all_leases
 from django_fencing.pruning import Pruning
-from django_fencing.resources import tenant
 
 _EPILOG = """
 return codes: 0 done, or all is well; 1 nothing was done, or something is wrong; 2 the arguments are
@@ -53,6 +51,7 @@ class Command(BaseCommand):
             made.set_defaults(run=run)
             made.add_argument("--json", action="store_true", help="Print JSON.")
             made.add_argument("--namespace", help="The tenant, instead of NAMESPACE.")
+            _add_djangos(made)
             return made
 
         action("locks", "List what is held, or has lapsed within the last hour.", self.locks)
@@ -97,10 +96,7 @@ class Command(BaseCommand):
 
     def show(self, **options: Any) -> None:
         found = operators.state(operators.resource_of(options["resource"], options["using"]))
-        events = FenceEvent.objects.using(conf.database).filter(
-            namespace=tenant(), resource=found.resource
-        )
-        last = list(events.order_by("-pk")[:_LAST_EVENTS])
+        last = list(operators.events(found.resource)[:_LAST_EVENTS])
         if options["json"]:
             self._json(
                 {
@@ -195,6 +191,16 @@ class Command(BaseCommand):
         for row in [list(columns), *cells]:
             padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             self.stdout.write("  ".join(padded).rstrip())
+
+
+def _add_djangos(action: CommandParser) -> None:
+    """Take the options of every command after the action too, where argparse expects its own."""
+    silent: dict[str, Any] = {"default": SUPPRESS, "help": SUPPRESS}
+    action.add_argument("-v", "--verbosity", type=int, choices=range(4), **silent)
+    for option in ("--settings", "--pythonpath"):
+        action.add_argument(option, **silent)
+    for option in ("--traceback", "--no-color", "--force-color"):
+        action.add_argument(option, action="store_true", **silent)
 
 
 def _fence(token: int | None) -> object:
