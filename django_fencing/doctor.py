@@ -6,15 +6,17 @@ from contextlib import suppress
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DatabaseError, transaction
+from django.db import DatabaseError, connections, router, transaction
+from django.db.backends.utils import split_identifier
 from django.db.models import QuerySet
 
-from django_fencing import fences, flow
+from django_fencing import fences, flow, triggers
 from django_fencing.conf import conf, faults
 from django_fencing.exceptions import FencingError, StoreUnavailable
 from django_fencing.fences import Registration
 from django_fencing.grants import Grant, Holder, Refusal
 from django_fencing.models import Fence, FenceEvent, FenceFloor, OnceRecord
+from django_fencing.overview import fenced_models
 from django_fencing.resources import Resource, of_fence, resolve
 from django_fencing.stores.base import Finding, Store, get_store
 
@@ -49,6 +51,7 @@ def examine() -> Iterator[Finding]:
     yield from _round(store, resource)
     yield from _database(resource)
     yield from _tables()
+    yield from _guards()
     yield from _counters(store)
 
 
@@ -107,6 +110,27 @@ def _tables() -> Iterator[Finding]:
             yield Finding("tables", False, f"{model._meta.db_table}: {error}".splitlines()[0])
             return
     yield Finding("tables", True, f"in the database {conf.database!r}")
+
+
+def _guards() -> Iterator[Finding]:
+    """Tell which tables ProtectFence guards, and whether the database asks the guards."""
+    tables: dict[str, list[str]] = {}
+    for model in fenced_models():
+        alias = conf.database if model is Fence else router.db_for_write(model)
+        tables.setdefault(alias, []).append(split_identifier(model._meta.db_table)[1])
+    guarded, unguarded, asleep = [], [], []
+    for alias, names in tables.items():
+        try:
+            found = triggers.installed(connections[alias])
+        except DatabaseError as error:
+            yield Finding("guards", False, " ".join(str(error).split()))
+            return
+        guarded += [name for name in names if found.get(name)]
+        unguarded += [name for name in names if name not in found]
+        asleep += [name for name in names if found.get(name) is False]
+    said = {"by ProtectFence": guarded, "without it": unguarded, "TRIGGERS DISABLED": asleep}
+    parts = (f"{what}: {', '.join(sorted(names))}" for what, names in said.items() if names)
+    yield Finding("guards", not asleep, "; ".join(parts))
 
 
 def _counters(store: Store) -> Iterator[Finding]:

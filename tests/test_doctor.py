@@ -20,6 +20,7 @@ from django_fencing.models import Fence, FenceEvent, FenceFloor, OnceRecord
 from django_fencing.stores.base import Finding
 from tests.helpers import cache_at, committing, keys_of
 from tests.test_acl import NEEDED, PATTERN, user
+from tests.test_operations import protected
 
 pytestmark = committing("default", "other")
 
@@ -62,13 +63,39 @@ def test_all_is_well() -> None:
     assert list(found) == [
         *("settings", "server", "eviction", "persistence", "permissions"),
         *STEPS,
-        *("register", "tables", "counters"),
+        *("register", "tables", "guards", "counters"),
     ]
     assert {each.well for each in found.values()} == {True}
     assert found["server"].said.startswith("valkey ")
     assert found["acquire"].said == "token 1"
     assert found["hand over"].said == "token 2"
     assert found["wait"].said == "woken by the release"
+
+
+def test_it_tells_which_tables_are_guarded() -> None:
+    """Each of them, and those whose guards sleep, be it for all or for this session alone."""
+    with protected("Job"), protected("Code", require_lease=True):
+        before = findings()["guards"]
+        with connection.cursor() as cursor:
+            cursor.execute("ALTER TABLE shop_job DISABLE TRIGGER USER")
+            one = findings()["guards"]
+            cursor.execute("ALTER TABLE shop_job ENABLE TRIGGER USER")
+            cursor.execute("SET session_replication_role = replica")
+            both = findings()["guards"]
+            cursor.execute("RESET session_replication_role")
+        again = findings()["guards"]
+    none = findings()["guards"]
+
+    assert before == again
+    assert before.well is True
+    assert before.said.startswith("by ProtectFence: shop_code, shop_job; without it: ")
+    assert "django_fencing_fence" in before.said.partition("without it: ")[2].split(", ")
+    assert one.well is False
+    assert one.said.startswith("by ProtectFence: shop_code; without it: ")
+    assert one.said.endswith("; TRIGGERS DISABLED: shop_job")
+    assert both.well is False
+    assert both.said.endswith("; TRIGGERS DISABLED: shop_code, shop_job")
+    assert none.said.startswith("without it: django_fencing_fence, ")
 
 
 def test_nothing_is_left_behind(name: str, private_redis: Any) -> None:
@@ -304,7 +331,7 @@ def test_a_database_that_is_away() -> None:
     with mock.patch.dict(known, {"NAME": f"missing-{uuid4().hex}"}):
         found = wrong()
         connections["default"].close()
-    assert set(found) == {"register", "tables", "counters"}
+    assert set(found) == {"register", "tables", "guards", "counters"}
 
 
 def test_counters_that_are_behind(name: str, private_redis: Any) -> None:

@@ -602,8 +602,8 @@ import os
 os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
 import django; django.setup()
 from django_fencing.locks import fenced_lock
-lease = fenced_lock("{NAME}", ttl=0.03, renew=True, register=False).acquire()
-import time; time.sleep(0.1)
+lease = fenced_lock("{NAME}", ttl=0.9, renew=True, register=False).acquire()
+import time; time.sleep(0.7)
 """
 
 
