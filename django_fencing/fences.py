@@ -1,6 +1,7 @@
 """Register and check: all that is ever asked of a fence."""
 
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -10,6 +11,7 @@ from django.db.models.functions import Now
 from django.utils import timezone
 
 from django_fencing import postgresql
+from django_fencing.conf import conf
 from django_fencing.exceptions import NoSuchRow, StaleToken
 from django_fencing.models import Fence, FencedResource, FenceFloor
 from django_fencing.resources import Resource
@@ -93,12 +95,13 @@ def stale(resource: Resource, mine: Registration) -> StaleToken:
 
 def reached(resource: Resource) -> tuple[int, bool]:
     """
-    Return the token above which the next one has to be, and whether a fence has reached it.
+    Return the token above which the next one has to be, and whether a counter below it was lost.
 
+    It was not if nobody has registered, nor if a name was idle for so long that it has run out.
     Raise NoSuchRow if there is no row.
     """
     if found := _read(resource):
-        return found.token, found.holder is not None
+        return found.token, found.holder is not None and not _was_idle(resource)
     if resource.model is Fence:
         return pruned(resource.alias), False
     raise NoSuchRow(
@@ -122,6 +125,14 @@ def registers_alone(alias: str) -> bool:
 def _read(resource: Resource) -> Registration | None:
     found = _rows(resource).values_list("last_fence_token", "last_fence_holder")
     return next((Registration(*values) for values in found), None)
+
+
+def _was_idle(resource: Resource) -> bool:
+    """Say whether it is a name at which nobody has registered for IDLE_TTL."""
+    if resource.model is not Fence:
+        return False
+    idle = Now() - timedelta(seconds=conf.idle_ttl)
+    return _rows(resource).filter(registered_at__lte=idle).exists()
 
 
 def _rows(resource: Resource) -> QuerySet[FencedResource]:

@@ -145,12 +145,12 @@ class Registrar:
 
     def _take_higher_token(self) -> None:
         """The fence is not below: the counter was lost, or another holder took over."""
-        above, is_fence = fences.reached(self._resource)
+        above, was_lost = fences.reached(self._resource)
         if self._seen is not None and above > self._seen:
             raise fences.stale(self._resource, Registration(self._seen, None))
         answer = self._store.reissue(self._resource, self._holder, above=above)
         if isinstance(answer, Refusal):
             raise NotRegistered("its lease ran out, or another holder took over")
         proposed, self.token, self._granted = self._granted, answer.token, answer.token
-        if is_fence:  # else it is new, and begins above what was pruned
+        if was_lost:
             ledger.healed(self._resource, self._holder, proposed, above, answer.token)

@@ -6,18 +6,21 @@ import os
 import re
 import unittest
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.conf import settings
 from django.core.signals import request_finished
 from django.db import connection, transaction
+from django.db.models import F
 from django.test import TestCase, override_settings
 
 from django_fencing import ledger
+from django_fencing.conf import conf
 from django_fencing.exceptions import LeaseLost, StaleToken
 from django_fencing.locks import fenced_lock
-from django_fencing.models import FenceEvent
+from django_fencing.models import Fence, FenceEvent
 from tests.helpers import (
     commit,
     committing,
@@ -28,7 +31,7 @@ from tests.helpers import (
     wait_until,
 )
 
-pytestmark = committing("default", "other")
+pytestmark = committing("default", "other", "sqlite")
 
 Kind = FenceEvent.Kind
 
@@ -131,6 +134,27 @@ def test_a_healed_counter_is_noted(name: str, private_redis: Any) -> None:
     event = FenceEvent.objects.get()
     assert (event.kind, event.token, lease.token) == (Kind.HEALED, lease.token, 1_000_002)
     assert event.message == f"the counter proposed 1, the fence was at 1: {lease.token} is next"
+
+
+@pytest.mark.parametrize("alias", ["default", "sqlite"])
+def test_a_counter_that_has_run_out_is_no_fault(name: str, private_redis: Any, alias: str) -> None:
+    """A name that is locked once a month leaves no counter for longer than IDLE_TTL."""
+    fences = Fence.objects.using(alias)
+    with kept_off(DATABASE=alias):
+        fenced_lock(name).acquire().release()
+        private_redis.flushall()
+        idle = timedelta(seconds=conf.idle_ttl)
+        fences.update(registered_at=F("registered_at") - idle + timedelta(minutes=5))
+        fenced_lock(name).acquire().release()
+        just_before = list(FenceEvent.objects.using(alias).values_list("kind", flat=True))
+        private_redis.flushall()
+        fences.update(registered_at=F("registered_at") - idle)
+        with fenced_lock(name) as lease:
+            pass
+
+    assert just_before == [Kind.HEALED]
+    assert FenceEvent.objects.using(alias).count() == 1
+    assert lease.token > 2_000_000
 
 
 def test_what_is_found_out_in_a_transaction_is_written_when_it_has_ended(
