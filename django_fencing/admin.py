@@ -109,7 +109,6 @@ class FenceAdmin(_ReadOnlyAdmin, ReleasingAdmin):
                 for item in found.leases
             ],
             "fences": [(item, self._url(request, item.row)) for item in found.fences],
-            "events_url": self._events_url(request),
             "choices": [(one._meta.label_lower, _title(one), one is model) for one in shown],
             "title_of_fences": _title(model),
             "search": search,
@@ -166,14 +165,6 @@ class FenceAdmin(_ReadOnlyAdmin, ReleasingAdmin):
         if not self._may_view(request, model):
             return ""
         return reverse(name, args=[quote(pk)], current_app=self.admin_site.name)
-
-    def _events_url(self, request: HttpRequest) -> str:
-        """Return the address of the ledger in this admin, "" if the user may not see it."""
-        if FenceEvent not in self.admin_site._registry or not self._may_view(request, FenceEvent):
-            return ""
-        return reverse(
-            "admin:django_fencing_fenceevent_changelist", current_app=self.admin_site.name
-        )
 
 
 @admin.register(FenceEvent)

@@ -13,7 +13,7 @@ from services import Services
 
 from django_fencing import flow
 from django_fencing.locks import fenced_lock
-from tests.helpers import cache_at
+from tests.helpers import cache_at, make_scripts_known
 from tests.proxy import Proxy, proxied
 from tests.shop.models import Job
 
@@ -22,6 +22,13 @@ from tests.shop.models import Job
 def own_leases() -> None:
     """Let no test hold a lease that an earlier one has left, in a traceback say."""
     flow._held.clear()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def known_scripts() -> None:
+    """Let the server know the scripts, so that no test counts what makes them known to it."""
+    with redis.Redis.from_url(os.environ["REDIS_URL"]) as client:
+        make_scripts_known(client)
 
 
 @pytest.fixture
@@ -65,6 +72,7 @@ def private_redis(private_services: Services) -> Iterator[Any]:
     }
     with redis.Redis.from_url(url, decode_responses=True) as client:
         client.flushall()
+        make_scripts_known(client)
         with override_settings(CACHES=caches_setting):
             yield client
             for cache in caches.all(initialized_only=True):

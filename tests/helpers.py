@@ -22,7 +22,7 @@ from django_fencing.locks import FencedLock, fenced_lock
 from django_fencing.names import Keys
 from django_fencing.operations import ProtectFence
 from django_fencing.resources import ResourceLike, resolve
-from django_fencing.stores import asking
+from django_fencing.stores import asking, scripts
 
 SECONDS = 20  # after which a barrier or a thread that hangs fails its test
 
@@ -74,6 +74,12 @@ def counted_calls() -> Iterator[list[str]]:
         mock.patch.object(asking, "_ask_until", asked),
     ):
         yield calls
+
+
+def make_scripts_known(client: Any) -> None:
+    """Load every script into the server of `client`."""
+    for name in ("acquire", "reissue", "confirm", "extend", "release", "take_over"):
+        client.script_load(scripts._script(name)[0])
 
 
 @contextmanager
