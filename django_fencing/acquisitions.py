@@ -158,7 +158,7 @@ class Acquisition:
             # A grant that is lost before the body begins is a refusal.
             self._doubtful, self.lease = True, None
             self.store.release(self.resource, self.holder, again=True, patience=waiting.patience)
-            raise self._refused(f"could not be registered: {error}", Refusal()) from error
+            raise self._contend(f"could not be registered: {error}", Refusal()) from error
         return lease
 
     def _lease(self, grant: Grant, sent: float) -> Lease:
@@ -192,8 +192,15 @@ class Acquisition:
     def _held(self, refusal: Refusal) -> LockHeld:
         held_by = refusal.held_by or "unknown"
         if self._by_its_holder:
-            held_by += ", in this very thread or task, which enters it again in a block only"
-        error = self._refused(f"is held by {held_by}", refusal)
+            held_by += (
+                ", in this very thread or task: what acquire() has returned, and what a view or a "
+                "command asks for, is not entered again"
+            )
+        return self._contend(f"is held by {held_by}", refusal)
+
+    def _contend(self, reason: str, refusal: Refusal) -> LockHeld:
+        """Return the error, and tell once that the lock is not to be had at the moment."""
+        error = self._refused(reason, refusal)
         if not self._contended:
             self._contended = True
             known: dict[str, Any] = {"held_by": error.held_by, "retry_after": error.retry_after}

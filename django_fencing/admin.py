@@ -6,7 +6,7 @@ from typing import Any
 from django.contrib import admin
 from django.contrib.admin.utils import quote
 from django.contrib.auth import get_permission_codename
-from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.core.exceptions import PermissionDenied
 from django.db import models
 from django.db.models import QuerySet
 from django.http import HttpRequest
@@ -21,14 +21,13 @@ from django.utils.translation import gettext_lazy
 
 from django_fencing import operators
 from django_fencing.conf import conf
-from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import LeaseRecord
 from django_fencing.models import Fence, FenceEvent, OnceRecord
 from django_fencing.names import read_slug
 from django_fencing.overview import fenced_models, overview
 from django_fencing.release_admin import ReleasingAdmin
 from django_fencing.resource_admin import FencedResourceAdmin
-from django_fencing.resources import Resource, of_fence, of_tenant, tenant
+from django_fencing.resources import of_fence, of_tenant, tenant
 
 __all__ = ["FencedResourceAdmin"]
 
@@ -58,9 +57,17 @@ class FenceAdmin(_ReadOnlyAdmin, ReleasingAdmin):
         "registered_at",
         "lease",
         "counter",
+        "kept_by",
         "last_events",
     )
-    readonly_fields = ("shown_name", "shown_fence_token", "lease", "counter", "last_events")
+    readonly_fields = (
+        "shown_name",
+        "shown_fence_token",
+        "lease",
+        "counter",
+        "kept_by",
+        "last_events",
+    )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         fences: QuerySet[Any] = QuerySet(Fence, using=conf.database)
@@ -72,7 +79,7 @@ class FenceAdmin(_ReadOnlyAdmin, ReleasingAdmin):
         """Return the fence, with what the store says of its resource."""
         fence = super().get_object(request, object_id, from_field)
         if fence is not None:
-            fence.seen = _seen(of_fence(fence))
+            fence.seen = operators.state(of_fence(fence))
         return fence
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
@@ -130,17 +137,22 @@ class FenceAdmin(_ReadOnlyAdmin, ReleasingAdmin):
     @admin.display(description=gettext_lazy("lease"))
     def lease(self, fence: Any) -> str:
         """Say who holds the lock, and for how long."""
-        if isinstance(fence.seen, str):
-            return fence.seen
+        if fence.seen.store_outage:
+            return _("unknown: {error}").format(error=fence.seen.store_outage)
         lease = fence.seen.lease
         return _line_of(lease) if lease else _("free")
 
     @admin.display(description=gettext_lazy("counter"))
     def counter(self, fence: Any) -> str:
         """Show the token that the store has proposed last."""
-        if isinstance(fence.seen, str):
+        if fence.seen.store_outage:
             return _("unknown")
         return _("none") if fence.seen.counter is None else str(fence.seen.counter)
+
+    @admin.display(description=gettext_lazy("row kept by"))
+    def kept_by(self, fence: Any) -> str:
+        """Say whose open transaction keeps the row locked."""
+        return "; ".join(map(str, fence.seen.kept_by)) or _("nobody")
 
     @admin.display(description=gettext_lazy("last events"))
     def last_events(self, fence: Any) -> str:
@@ -200,14 +212,6 @@ class OnceRecordAdmin(_ReadOnlyAdmin):
     @admin.display(description=gettext_lazy("key"), ordering="key")
     def shown_key(self, record: OnceRecord) -> str:
         return read_slug(record.key, tenant()) or record.key
-
-
-def _seen(resource: Resource) -> operators.State | str:
-    """Return what the store says of a resource, or why it cannot be asked."""
-    try:
-        return operators.state(resource)
-    except (StoreUnavailable, ImproperlyConfigured) as error:
-        return _("unknown: {error}").format(error=error)
 
 
 def _line_of(lease: LeaseRecord) -> str:

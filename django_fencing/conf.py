@@ -141,7 +141,9 @@ class Conf:
     def _text(self, key: str) -> str:
         value = self._read(key)
         if not isinstance(value, str) or not value:
-            raise ImproperlyConfigured(f"FENCING[{key!r}] must be a text, not {value!r}.")
+            raise ImproperlyConfigured(
+                f"FENCING[{key!r}] must be a text that is not empty, not {value!r}."
+            )
         return value
 
     def _seconds(self, key: str, *, most: float | str, zero: bool = False) -> float:
@@ -155,7 +157,8 @@ class Conf:
         try:
             length = seconds(f"FENCING[{key!r}]", value, most=most, zero=zero)
         except (TypeError, ValueError) as error:
-            raise ImproperlyConfigured(str(error)) from error
+            of = "" if key in _given() else f" That is the default: set FENCING[{key!r}] as well."
+            raise ImproperlyConfigured(f"{error}{of}") from error
         self._lengths[key] = value, length
         return length
 
@@ -209,7 +212,9 @@ def faults() -> Iterator[tuple[str, str]]:
             conf._namespace_of() if key == "NAMESPACE" else getattr(conf, key.lower())
         except ImproperlyConfigured as error:
             if f"[{key!r}]" in str(error):  # and not of MAX_TTL, which bounds others
-                yield str(error), f"Without FENCING[{key!r}] it is {DEFAULTS[key]!r}."
+                less = f"Without FENCING[{key!r}] it is {DEFAULTS[key]!r}."
+                more = f"FENCING[{key!r}] has to fit the other settings, and is not set."
+                yield str(error), less if key in given else more
 
 
 def _hint_of_unknown(given: Any) -> str:

@@ -51,6 +51,7 @@ def examine() -> Iterator[Finding]:
     yield from _round(store, resource)
     yield from _database(resource)
     yield from _tables()
+    yield from _patience_of_postgresql(resource.alias)
     yield from _guards()
     yield from _counters(store)
 
@@ -110,6 +111,21 @@ def _tables() -> Iterator[Finding]:
             yield Finding("tables", False, f"{model._meta.db_table}: {error}".splitlines()[0])
             return
     yield Finding("tables", True, f"in the database {conf.database!r}")
+
+
+def _patience_of_postgresql(alias: str) -> Iterator[Finding]:
+    """Tell for how long a holder that is frozen in a transaction may keep its row locked."""
+    if connections[alias].vendor != "postgresql":
+        return
+    what = "idle_in_transaction_session_timeout"
+    try:
+        with connections[alias].cursor() as cursor:
+            cursor.execute("SELECT current_setting(%s)", [what])
+            (value,) = cursor.fetchone()
+    except DatabaseError:
+        return  # told before
+    never = "0: a holder that freezes in a transaction keeps its successors out for ever"
+    yield Finding(what, True if value != "0" else None, never if value == "0" else value)
 
 
 def _guards() -> Iterator[Finding]:

@@ -132,7 +132,8 @@ def _was_idle(resource: Resource) -> bool:
     if resource.model is not Fence:
         return False
     idle = Now() - timedelta(seconds=conf.idle_ttl)
-    return _rows(resource).filter(registered_at__lte=idle).exists()
+    rows: QuerySet[Any] = _rows(resource)
+    return rows.filter(registered_at__lte=idle).exists()
 
 
 def _rows(resource: Resource) -> QuerySet[FencedResource]:
@@ -203,7 +204,8 @@ def _move_returning(
     except OperationalError as error:
         if postgresql.sqlstate(error) == postgresql.LOCK_NOT_AVAILABLE:
             raise NotRegistered(
-                f"a transaction kept its row locked for {patience:.3g} s"
+                f"a transaction kept its row locked for {patience:.3g} s "
+                f"(`manage.py fencing show` tells which)"
             ) from error
         raise
 

@@ -171,7 +171,7 @@ class Lease:
             held = self._store.confirm(self._resource, self.holder)
         if not held:
             self._refuse_ended()  # by another thread, meanwhile
-            raise self._lose("it ran out, or another holder has it")
+            raise self._lose("it ran out, another holder has it, or the store has lost it")
 
     def extend(self, ttl: Duration | None = None) -> None:
         """
@@ -194,7 +194,7 @@ class Lease:
             renewer.look()  # it may be due earlier now
         if not extended:
             self._refuse_ended()
-            raise self._lose("it ran out, or another holder has it")
+            raise self._lose("it ran out, another holder has it, or the store has lost it")
         lease_extended.announce(self._resource, {"token": self.token, "ttl": length}, lease=self)
 
     def release(self) -> bool:

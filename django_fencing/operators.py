@@ -10,12 +10,12 @@ from urllib.parse import unquote
 from uuid import UUID
 
 from django.apps import apps
-from django.core.exceptions import FieldDoesNotExist
-from django.db import OperationalError, connections, models, router
+from django.core.exceptions import FieldDoesNotExist, ImproperlyConfigured
+from django.db import DatabaseError, OperationalError, connections, models, router
 from django.db.models import QuerySet
 from django.utils.connection import ConnectionDoesNotExist
 
-from django_fencing import flow, ledger
+from django_fencing import flow, ledger, postgresql
 from django_fencing.conf import conf
 from django_fencing.exceptions import (
     FencingError,
@@ -28,6 +28,7 @@ from django_fencing.grants import Grant, Holder, LeaseRecord, Refusal
 from django_fencing.leases import Lease
 from django_fencing.models import Fence, FencedResource, FenceEvent, fence_model
 from django_fencing.names import Keys, read_slug
+from django_fencing.postgresql import Backend
 from django_fencing.resources import Resource, ResourceLike, of_fence, resolve, tenant
 from django_fencing.stores.base import Store, get_store
 from django_fencing.timing import now
@@ -44,7 +45,11 @@ _CANDIDATES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A resource at this moment, as the store and the database say. Nothing was changed."""
+    """
+    A resource at this moment, as the store and the database say. Nothing was changed.
+
+    Where one of the two cannot be asked, its outage says why, and what it knows is None.
+    """
 
     resource: str
     kind: str  # "name" or "row"
@@ -52,6 +57,9 @@ class State:
     counter: int | None  # the token that was proposed last; None: there is no counter
     fence_token: int | None  # 0: nobody has registered; None: the row is not there
     fence_holder: UUID | None
+    kept_by: list[Backend]  # whose open transactions keep its row locked, where that can be told
+    store_outage: str
+    database_outage: str
 
 
 class Outcome(StrEnum):
@@ -136,15 +144,23 @@ def state(resource: ResourceLike | Resource, using: str | None = None) -> State:
     """
     Look at a resource, from any process.
 
-    Raise StoreUnavailable, and InvalidResource for what cannot be locked.
+    Raise InvalidResource for what cannot be locked.
     """
     found = resource if isinstance(resource, Resource) else resolve(resource, using)
-    with get_store().inspect(_PATIENCE) as inspector:
-        lease = inspector.look([found.keys])[0].lease
-        (counter,) = inspector.counters([found.keys])
-    fences: QuerySet[FencedResource] = QuerySet(found.model, using=found.alias)
-    fence = fences.filter(pk=found.pk).values_list("last_fence_token", "last_fence_holder").first()
-    token, holder = fence or (0 if found.model is Fence else None, None)
+    store_outage = database_outage = ""
+    lease = counter = token = holder = None
+    kept_by: list[Backend] = []
+    try:
+        with get_store().inspect(_PATIENCE) as inspector:
+            lease = inspector.look([found.keys])[0].lease
+            (counter,) = inspector.counters([found.keys])
+    except (StoreUnavailable, ImproperlyConfigured) as error:
+        store_outage = " ".join(str(error).split())
+    try:
+        token, holder = _fence(found)
+        kept_by = _keeping(found)
+    except DatabaseError as error:
+        database_outage = " ".join(str(error).split())
     return State(
         resource=found.name,
         kind="name" if found.model is Fence else "row",
@@ -152,7 +168,23 @@ def state(resource: ResourceLike | Resource, using: str | None = None) -> State:
         counter=counter,
         fence_token=token,
         fence_holder=holder,
+        kept_by=kept_by,
+        store_outage=store_outage,
+        database_outage=database_outage,
     )
+
+
+def _fence(resource: Resource) -> tuple[int | None, UUID | None]:
+    """Return what the fence says: 0 of a name without one, None of a row that is not there."""
+    fences: QuerySet[FencedResource] = QuerySet(resource.model, using=resource.alias)
+    found = fences.filter(pk=resource.pk).values_list("last_fence_token", "last_fence_holder")
+    return next(iter(found), (0 if resource.model is Fence else None, None))
+
+
+def _keeping(resource: Resource) -> list[Backend]:
+    if connections[resource.alias].vendor != "postgresql":
+        return []
+    return postgresql.backends_locking(resource.model, resource.alias, resource.pk)
 
 
 def events(resource: str) -> QuerySet[FenceEvent]:
@@ -177,7 +209,7 @@ def force_release(
     if present is None:
         return Forced(outcome=Outcome.FREE, said="nobody holds it: nothing was done")
     if present.holder != shown:
-        return _changed(described(present))
+        return _changed(f"{described(present)} as {present.holder}")
     if dry_run:
         said = f"the lease of {described(present)} would be ended, and its holder fenced"
         return Forced(outcome=Outcome.RELEASED, said=said)

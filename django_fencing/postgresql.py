@@ -1,6 +1,8 @@
 """What only PostgreSQL has: registering in one statement, SQLSTATEs, snapshots."""
 
 import functools
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 from django.db import DatabaseError, connections
 from django.db.models import QuerySet
@@ -9,6 +11,7 @@ from django_fencing.models import Fence, FencedResource, FenceFloor
 
 # https://www.postgresql.org/docs/current/errcodes-appendix.html
 LOCK_NOT_AVAILABLE = "55P03"
+DEPENDENT_OBJECTS = "2BP01"
 RETRYABLE = ("40001", "40P01")  # serialization failure, deadlock
 
 # The setting in which a fenced transaction presents to the triggers what is registered, and at
@@ -57,6 +60,17 @@ _INSERT = """
 
 _RESTORED = """set_config('lock_timeout', (SELECT former FROM "fencing guard"), true)
         AS "fencing restored\""""
+
+# A row's xmax is the transaction that has locked or written it last:
+# https://www.postgresql.org/docs/current/ddl-system-columns.html
+_BACKENDS = """
+SELECT backend.pid, backend.state, backend.xact_start AT TIME ZONE 'UTC', host(backend.client_addr),
+       nullif(backend.application_name, '')
+FROM {table} JOIN pg_locks ON transactionid = {table}.xmax
+JOIN pg_stat_activity AS backend ON backend.pid = pg_locks.pid
+WHERE {table}.{pk} = %s AND locktype = 'transactionid' AND granted
+    AND backend.pid <> pg_backend_pid()
+"""
 
 # What the statements return besides the row's own columns.
 EXTRA_COLUMNS = ("fencing restored", "fencing presented")
@@ -133,6 +147,36 @@ def _names(model: type[FencedResource], alias: str) -> dict[str, str]:
         "holder": quoted(str(options.get_field("last_fence_holder").column)),
         "registered_at": quoted("registered_at"),
     }
+
+
+class Backend(NamedTuple):
+    """A session of PostgreSQL. What the user may not see is None."""
+
+    pid: int
+    state: str | None  # "idle in transaction", say
+    since: datetime | None  # when its transaction began
+    client: str | None
+    application: str | None
+
+    def __str__(self) -> str:
+        """Return who it is, and how to end it."""
+        of = " ".join(filter(None, (self.client, self.application)))
+        since = f"{self.since:%Y-%m-%d %H:%M:%S}Z" if self.since else "unknown"
+        return (
+            f"PostgreSQL backend {self.pid}{of and f' of {of}'}, {self.state or 'state unknown'}, "
+            f"in a transaction since {since}; SELECT pg_terminate_backend({self.pid}) ends it"
+        )
+
+
+def backends_locking(model: type[FencedResource], alias: str, pk: Any) -> list[Backend]:
+    """Return who has locked or written a row in a transaction that is still open."""
+    key = model._meta.pk.get_db_prep_value(pk, connections[alias])
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_BACKENDS.format(**_names(model, alias)), [key])
+        return [
+            Backend(pid, state, since and since.replace(tzinfo=UTC), *rest)
+            for pid, state, since, *rest in cursor.fetchall()
+        ]
 
 
 def present_nothing(alias: str) -> None:

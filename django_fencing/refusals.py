@@ -1,12 +1,19 @@
 """What the guards of the database refuse, as the app's own errors."""
 
+import re
 from typing import Any
 
 from django.db import DatabaseError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_fencing.exceptions import FencingError, StaleToken, UnfencedWrite
+from django_fencing.postgresql import DEPENDENT_OBJECTS, sqlstate
 from django_fencing.triggers import HINT, NEEDS_LEASE, STALE
+
+_UNPROTECT = (
+    "django_fencing: put UnprotectFence, with the arguments of the ProtectFence, before this "
+    "operation. CASCADE would leave half of the guard."
+)
 
 
 def explain(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
@@ -16,6 +23,8 @@ def explain(execute: Any, sql: str, params: Any, many: bool, context: Any) -> An
     except DatabaseError as error:
         if refusal := _refusal(error):
             raise refusal from error
+        if _drops_what_is_guarded(error):
+            error.add_note(_UNPROTECT)
         raise
 
 
@@ -33,6 +42,11 @@ def _refusal(error: DatabaseError) -> FencingError | None:
     if said.startswith(NEEDS_LEASE):
         return UnfencedWrite(f"{_sentence(said)} {HINT}")
     return None
+
+
+def _drops_what_is_guarded(error: DatabaseError) -> bool:
+    depends = sqlstate(error) == DEPENDENT_OBJECTS
+    return depends and bool(re.search("_(fence|lease)_guard_", str(error)))
 
 
 def _said(error: DatabaseError) -> str:

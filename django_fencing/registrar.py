@@ -11,6 +11,7 @@ from django_fencing.fences import NotRegistered, Registration
 from django_fencing.grants import Holder, Refusal
 from django_fencing.models import FencedResource
 from django_fencing.resources import Resource
+from django_fencing.signals import key_values, logger
 from django_fencing.stores.base import Store
 
 if TYPE_CHECKING:
@@ -153,4 +154,6 @@ class Registrar:
             raise NotRegistered("its lease ran out, or another holder took over")
         proposed, self.token, self._granted = self._granted, answer.token, answer.token
         if was_lost:
+            line = {"resource": self._resource.name, "fence_token": above, "token": answer.token}
+            logger.warning("%s", key_values("counter_healed", line))
             ledger.healed(self._resource, self._holder, proposed, above, answer.token)

@@ -82,7 +82,7 @@ class Renewal:
         except Exception as error:  # noqa: BLE001 - of the store, or of what the settings name
             return "", str(error) or repr(error)
         if not held:
-            return "it ran out, or another holder has it", ""
+            return "it ran out, another holder has it, or the store has lost it", ""
         lease._last(ttl, sent)
         self._endangered = False
         return "", ""

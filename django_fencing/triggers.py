@@ -21,7 +21,10 @@ NEEDS_LEASE = "django_fencing: a lease is needed"
 # In SQLSTATE's class 23, integrity constraint violation, a subclass from I to Z is nobody else's.
 _STALE_STATE, _NEEDS_LEASE_STATE = "23ZF1", "23ZF2"
 
-HINT = "Do it in a fenced transaction of the row: lease.atomic() or fenced_atomic()."
+HINT = (
+    "Do it in a fenced transaction of the row: lease.atomic() or fenced_atomic(). "
+    "In a migration, between UnprotectFence and ProtectFence."
+)
 
 # By vendor. The fence may be moved up, or stay as it is.
 _GOES_DOWN = {

@@ -63,13 +63,27 @@ def test_all_is_well() -> None:
     assert list(found) == [
         *("settings", "server", "eviction", "persistence", "permissions"),
         *STEPS,
-        *("register", "tables", "guards", "counters"),
+        *("register", "tables", "idle_in_transaction_session_timeout", "guards", "counters"),
     ]
     assert {each.well for each in found.values()} == {True}
     assert found["server"].said.startswith("valkey ")
     assert found["acquire"].said == "token 1"
     assert found["hand over"].said == "token 2"
     assert found["wait"].said == "woken by the release"
+
+
+def test_a_holder_may_freeze_for_ever() -> None:
+    """Where nothing bounds it, that is to be noted; it is no fault of this package."""
+    what = "idle_in_transaction_session_timeout"
+    bounded = findings()[what]
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET {what} = 0")
+        unbounded = findings()[what]
+        cursor.execute(f"RESET {what}")
+
+    assert (bounded.well, bounded.said) == (True, "1min")
+    assert unbounded.well is None
+    assert unbounded.said.startswith("0: ")
 
 
 def test_it_tells_which_tables_are_guarded() -> None:

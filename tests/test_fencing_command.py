@@ -7,7 +7,8 @@ import pwd
 import socket
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 from typing import Any
@@ -16,10 +17,11 @@ from unittest import mock
 import pytest
 from django.conf import settings
 from django.core.management import CommandError, call_command
+from django.db import connection, connections
 from django.test import override_settings
 
 from django_fencing import operators
-from django_fencing.exceptions import StaleToken
+from django_fencing.exceptions import LockHeld, StaleToken
 from django_fencing.locks import fenced_lock
 from django_fencing.models import Fence, FenceEvent
 from django_fencing.names import Keys
@@ -245,12 +247,97 @@ def test_show_as_json(name: str, client: Any) -> None:
     lease.release()
     free = said("show", name)
 
-    keys = {"resource", "kind", "lease", "counter", "fence_token", "fence_holder", "events"}
-    assert set(held) == set(free) == keys
+    keys = {"resource", "kind", "lease", "counter", "fence_token", "fence_holder", "kept_by"}
+    assert set(held) == set(free) == keys | {"events"}
     assert held["lease"]["token"] == held["counter"] == held["fence_token"] == lease.token
     assert held["fence_holder"] == str(lease.holder.id)
     assert free["lease"] is None
     assert free["events"] == []
+
+
+@contextmanager
+def kept_by_another_connection(name: str) -> Iterator[int]:
+    """Keep the row of a fence locked in a transaction, and yield its backend's pid."""
+    lock = "SELECT pg_backend_pid() FROM django_fencing_fence WHERE name = %s FOR NO KEY UPDATE"
+    with closing(connection.copy()) as other, other.cursor() as cursor:
+        cursor.execute("BEGIN")
+        cursor.execute(lock, [resolve(name).pk])
+        (pid,) = cursor.fetchone()
+        yield pid
+
+
+def test_show_tells_who_keeps_the_row(name: str) -> None:
+    """A holder that hangs in its transaction holds no lease any more, and the row all the same."""
+    fenced_lock(name).acquire().release()
+    with kept_by_another_connection(name) as pid:
+        kept = run("show", name)
+        as_json = said("show", name)["kept_by"]
+        with pytest.raises(LockHeld, match="`manage.py fencing show` tells which"):
+            fenced_lock(name, ttl=0.2).acquire()
+    free = run("show", name)
+
+    line = line_of(kept.replace("row kept by", "row kept by  "), "row kept by")
+    assert f"PostgreSQL backend {pid}" in line
+    assert "idle in transaction, in a transaction since 2" in line
+    assert f"SELECT pg_terminate_backend({pid}) ends it" in line
+    assert [(each["pid"], each["state"]) for each in as_json] == [(pid, "idle in transaction")]
+    assert "row kept by" not in free
+    assert said("show", name)["kept_by"] == []
+
+
+def test_show_without_redis(name: str) -> None:
+    """The fence, and that the rest is not known."""
+    fenced_lock(name).acquire().release()
+    out = StringIO()
+    with cache_at(NOWHERE), pytest.raises(CommandError, match="Cannot") as caught:
+        call_command("fencing", "show", name, stdout=out)
+
+    assert caught.value.returncode == 69
+    lines = out.getvalue().splitlines()
+    assert "lease         unknown" in lines
+    assert "fence token   1" in lines
+
+
+def test_show_without_the_database(name: str) -> None:
+    """The lease, and that the rest is not known; other actions say so in one line."""
+    lease = fenced_lock(name, ttl=60).acquire()
+    known = connections["default"].settings_dict
+    connections["default"].close()
+    out = StringIO()
+    with mock.patch.dict(known, {"NAME": f"missing-{uuid.uuid4().hex}"}):
+        with pytest.raises(CommandError, match="missing-") as caught:
+            call_command("fencing", "show", name, stdout=out)
+        connections["default"].close()
+        failed(69, "prune", "--older-than", "1d")
+        connections["default"].close()
+    lease.release()
+
+    assert caught.value.returncode == 69
+    lines = out.getvalue().splitlines()
+    assert f"holder        {lease.holder.id.hex}" in lines
+    assert "fence token   unknown" in lines
+
+
+def test_a_dry_run_says_that_it_is_one(name: str) -> None:
+    """In JSON too."""
+    lease = fenced_lock(name).acquire()
+    arguments = ("release", name, "--holder", lease.holder.id.hex)
+    dry = said(*arguments, "--dry-run")
+    lease.ensure_held()
+    wet = said(*arguments)
+
+    assert (dry["dry_run"], wet["dry_run"]) == (True, False)
+
+
+def test_a_few_letters_of_the_holder_are_too_few(name: str) -> None:
+    """It says so, and nothing is done; letters of another holder are those of another."""
+    lease = fenced_lock(name).acquire()
+    assert "at least" in failed(1, "release", name, "--holder", lease.holder.id.hex[:4])
+    foreign = failed(1, "release", name, "--holder", "0" * 32)
+    lease.ensure_held()
+    lease.release()
+
+    assert f"as {lease.holder.id.hex}, and not as it was shown" in foreign
 
 
 def test_show_of_what_nobody_has_used(name: str, client: Any) -> None:

@@ -277,7 +277,7 @@ def test_a_loss_is_sent_once_however_often_it_is_found_out(
     assert values == {
         "resource": lease.resource,
         "lease": lease,
-        "reason": "it ran out, or another holder has it",
+        "reason": "it ran out, another holder has it, or the store has lost it",
     }
 
 

@@ -26,6 +26,10 @@ def seconds_from(variable: str, default: float) -> float:
 BASE_DIR = Path(__file__).resolve().parent.parent
 
 DATABASES = {"default": dj_database_url.parse(url_of_server("DATABASE_URL"))}
+if DATABASES["default"]["ENGINE"].endswith("postgresql"):
+    # A holder that freezes inside its transaction keeps its row locked for so long.
+    bounds = "-c idle_in_transaction_session_timeout=60s"
+    DATABASES["default"].setdefault("OPTIONS", {}).setdefault("options", bounds)
 
 CACHES = {
     "default": {

@@ -13,21 +13,24 @@ from uuid import UUID
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DatabaseError
 from django.utils.connection import ConnectionDoesNotExist
 
 from django_fencing import doctor, operators
 from django_fencing.commands import RETURN_CODES
 from django_fencing.conf import conf, namespace
-from django_fencing.exceptions import FencingError
+from django_fencing.exceptions import FencingError, StoreUnavailable
 from django_fencing.grants import LeaseRecord
-from django_fencing.operators import Outcome
+from django_fencing.models import FenceEvent
+from django_fencing.operators import Outcome, State
 from django_fencing.overview import ShownLease, all_leases
 from django_fencing.pruning import Pruning
 
 _EPILOG = """
 return codes: 0 done, or all is well; 1 nothing was done, or something is wrong; 2 the arguments are
-not understood; 64 what is named is not there, or cannot be locked; 69 Redis cannot be asked; 75
-released, but the holder is not fenced yet. RESOURCE is a name, or app.model:pk for a row.
+not understood; 64 what is named is not there, or cannot be locked; 69 Redis or the database cannot
+be asked; 75 released, but the holder is not fenced yet. RESOURCE is a name, or app.model:pk for a
+row.
 """
 
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
@@ -36,6 +39,8 @@ _LAST_EVENTS = 5
 
 # So many letters of a holder's id will do.
 _LEAST = 8
+
+_UNAVAILABLE = RETURN_CODES[StoreUnavailable]
 
 
 class Command(BaseCommand):
@@ -60,7 +65,9 @@ class Command(BaseCommand):
         for one in (show, release):
             one.add_argument("resource", metavar="RESOURCE")
             one.add_argument("--using", metavar="ALIAS", help="The database of the fence.")
-        release.add_argument("--holder", required=True, help="The holder, as `show` tells it.")
+        release.add_argument(
+            "--holder", required=True, help="The holder that `show` tells: 8 letters will do."
+        )
         release.add_argument("--reason", default="", help="For the ledger.")
         action("doctor", "Try everything on a probe, and say what is wrong.", self.doctor)
         prune = action("prune", "Delete fences of names, once records and events.", self.prune)
@@ -80,6 +87,8 @@ class Command(BaseCommand):
             raise CommandError(" ".join(str(error).split()), returncode=code) from error
         except (ImproperlyConfigured, ConnectionDoesNotExist) as error:
             raise CommandError(" ".join(str(error).split())) from error
+        except DatabaseError as error:
+            raise CommandError(" ".join(str(error).split()), returncode=_UNAVAILABLE) from error
 
     def locks(self, **options: Any) -> None:
         leases = all_leases(options["namespace"])
@@ -96,39 +105,50 @@ class Command(BaseCommand):
 
     def show(self, **options: Any) -> None:
         found = operators.state(operators.resource_of(options["resource"], options["using"]))
-        last = list(operators.events(found.resource)[:_LAST_EVENTS])
+        last = operators.events(found.resource)[:_LAST_EVENTS]
+        events = [] if found.database_outage else list(last)
         if options["json"]:
-            self._json(
-                {
-                    "resource": found.resource,
-                    "kind": found.kind,
-                    "lease": found.lease and _record_json(found.lease),
-                    "counter": found.counter,
-                    "fence_token": found.fence_token,
-                    "fence_holder": found.fence_holder,
-                    "events": [
-                        {"at": event.created_at, "kind": event.kind, "message": event.message}
-                        for event in last
-                    ],
-                }
-            )
-            return
+            self._show_json(found, events)
+        else:
+            self._show(found, events)
+        if outage := found.store_outage or found.database_outage:
+            raise CommandError(outage, returncode=_UNAVAILABLE)
+
+    def _show_json(self, found: State, events: list[FenceEvent]) -> None:
+        self._json(
+            {
+                "resource": found.resource,
+                "kind": found.kind,
+                "lease": found.lease and _record_json(found.lease),
+                "counter": found.counter,
+                "fence_token": found.fence_token,
+                "fence_holder": found.fence_holder,
+                "kept_by": [backend._asdict() for backend in found.kept_by],
+                "events": [
+                    {"at": event.created_at, "kind": event.kind, "message": event.message}
+                    for event in events
+                ],
+            }
+        )
+
+    def _show(self, found: State, events: list[FenceEvent]) -> None:
         lease = found.lease
         lines = [
             ("resource", found.resource),
             ("kind", found.kind),
-            ("lease", _ends(lease.remaining) if lease else "free"),
+            ("lease", _lease(found)),
             ("held by", operators.described(lease) if lease else ""),
             ("holder", lease.holder if lease else ""),
             ("since", _moment(lease.since) if lease else ""),
             ("counter", "" if found.counter is None else found.counter),
-            ("fence token", _fence(found.fence_token)),
+            ("fence token", _fence(found)),
             ("fence holder", found.fence_holder.hex if found.fence_holder else ""),
         ]
+        lines += [("row kept by", backend) for backend in found.kept_by]
         for name, value in lines:
             if value != "":
                 self.stdout.write(f"{name:<13} {_printable(value)}")
-        for event in last:
+        for event in events:
             self.stdout.write(f"{_moment(event.created_at)}  {_printable(event.message)}")
 
     def release(self, **options: Any) -> None:
@@ -142,7 +162,14 @@ class Command(BaseCommand):
         )
         line = f"{resource.name}: {forced.said}."
         if options["json"]:
-            self._json({"resource": resource.name, "outcome": forced.outcome, "said": forced.said})
+            self._json(
+                {
+                    "resource": resource.name,
+                    "dry_run": options["dry_run"],
+                    "outcome": forced.outcome,
+                    "said": forced.said,
+                }
+            )
         if forced.outcome is Outcome.NOT_FENCED:
             raise CommandError(line, returncode=75)
         if forced.outcome is not Outcome.RELEASED:
@@ -203,7 +230,16 @@ def _add_djangos(action: CommandParser) -> None:
         action.add_argument(option, action="store_true", **silent)
 
 
-def _fence(token: int | None) -> object:
+def _lease(state: State) -> str:
+    if state.store_outage:
+        return "unknown"
+    return _ends(state.lease.remaining) if state.lease else "free"
+
+
+def _fence(state: State) -> object:
+    if state.database_outage:
+        return "unknown"
+    token = state.fence_token
     return "there is no such row" if token is None else token or "nobody has registered"
 
 
@@ -256,8 +292,11 @@ def _holder(text: str, lease: LeaseRecord | None) -> str:
     """Return the holder as the store writes it, for its first letters or with hyphens too."""
     with suppress(ValueError):
         return UUID(text).hex
-    is_start = lease is not None and len(text) >= _LEAST and lease.holder.startswith(text)
-    return lease.holder if lease and is_start else text
+    if lease is None or not lease.holder.startswith(text):
+        return text
+    if len(text) < _LEAST:
+        raise CommandError(f"{text!r} is too short for a holder: give {_LEAST} letters at least.")
+    return lease.holder
 
 
 def _user() -> str:
