@@ -1,6 +1,7 @@
 """System checks: mistakes of the settings and models, before the first lock finds them."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from django.apps import apps
@@ -73,7 +74,7 @@ def check_fence_table(**kwargs: Any) -> list[CheckMessage]:
         return [
             Warning(
                 f"Named resources are fenced in database {alias!r}, but the routers send "
-                f"{Fence._meta.label} to {routed!r}: the admin shows the fences there.",
+                f"{Fence._meta.label} to {routed!r}: your own queries look for them there.",
                 hint=f"Let db_for_read() and db_for_write() return {alias!r} for it, or set "
                 f"FENCING['DATABASE'] to {routed!r}.",
                 id="django_fencing.W003",
@@ -89,7 +90,8 @@ def check_deployment(**kwargs: Any) -> list[CheckMessage]:
     try:
         if isinstance(get_store(), RedisStore):
             with impatient(_PATIENCE) as client:
-                messages += _server_faults(clients.server(client))
+                faults_of_servers = map(_server_faults, clients.servers(client))
+                messages += {fault.id: fault for fault in chain(*faults_of_servers)}.values()
     except ImproperlyConfigured:
         pass  # E001 or E002
     except clients.FAILURES as error:

@@ -16,7 +16,7 @@ def comparing(of: Any, comparison: Comparison, alias: str = "") -> Any:
     # What a subclass has overridden is asked here, and cannot let a form pass.
     admin: Any = copy.copy(of)
     get_form, get_formsets = admin.get_form, admin.get_formsets_with_inlines
-    get_object, get_queryset = admin.get_object, admin.get_queryset
+    get_queryset = admin.get_queryset
     get_inlines, save_form = admin.get_inline_instances, admin.save_form
 
     def compared_form(*args: Any, **kwargs: Any) -> Any:
@@ -27,13 +27,6 @@ def comparing(of: Any, comparison: Comparison, alias: str = "") -> Any:
             asked = (inline.has_change_permission, inline.has_delete_permission)
             writes = any(may(request, obj) for may in asked)
             yield comparison.of_formset(formset) if writes else formset, inline
-
-    def whole_row(*args: Any, **kwargs: Any) -> Any:
-        row = get_object(*args, **kwargs)
-        if row is not None and row.get_deferred_fields().intersection(FENCE_FIELDS):
-            row.refresh_from_db(using=alias or None, fields=FENCE_FIELDS)
-            row._note_fence()  # it was just read, under the row lock
-        return row
 
     def inlines(*args: Any, **kwargs: Any) -> Any:
         found = get_inlines(*args, **kwargs)
@@ -51,11 +44,25 @@ def comparing(of: Any, comparison: Comparison, alias: str = "") -> Any:
 
     admin.comparison = comparison
     admin.get_form, admin.get_formsets_with_inlines = compared_form, compared_formsets
-    admin.get_object, admin.save_form = whole_row, save_compared_form
+    admin.get_object = with_fence(admin.get_object, alias)
+    admin.save_form = save_compared_form
     if alias:  # and not from a replica
         admin.get_queryset = reading_from(alias, get_queryset)
         admin.get_inline_instances = inlines
     return admin
+
+
+def with_fence(get_object: Callable[..., Any], alias: str) -> Callable[..., Any]:
+    """Let the rows have their fence, which an admin's queryset may defer."""
+
+    def whole_row(*args: Any, **kwargs: Any) -> Any:
+        row = get_object(*args, **kwargs)
+        if row is not None and row.get_deferred_fields().intersection(FENCE_FIELDS):
+            row.refresh_from_db(using=alias or None, fields=FENCE_FIELDS)
+            row._note_fence()  # it was just read, under the row lock
+        return row
+
+    return whole_row
 
 
 def reading_from(alias: str, get_queryset: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,12 @@
 """Rows with a fence: the mixin for your models, and the table of fenced names."""
 
+from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any, ClassVar, Self, cast
 
 from django.db import DEFAULT_DB_ALIAS, models, router
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import format_number
 from django.utils import timezone
 
 from django_fencing import flow
@@ -220,4 +223,14 @@ def fence_pk(row: FencedResource) -> Any:
 def row_name(model: type[FencedResource], pk: Any, alias: str) -> str:
     """Return the default fence name of the row `pk` of `model`, which defines the fence."""
     place = "" if alias == DEFAULT_DB_ALIAS else f"@{alias}"
-    return f"{model._meta.label_lower}:{encoded(str(pk), readable='-._~')}{place}"
+    key = _key_as_text(model._meta.pk, pk)
+    return f"{model._meta.label_lower}:{encoded(key, readable='-._~')}{place}"
+
+
+def _key_as_text(field: Any, pk: Any) -> str:
+    """Return a key in one spelling, whether it was loaded or given."""
+    if isinstance(field, models.DecimalField) and isinstance(pk, Decimal):
+        return str(format_number(pk, field.max_digits, field.decimal_places))
+    if isinstance(pk, datetime) and timezone.is_aware(pk):
+        return str(pk.astimezone(UTC))
+    return str(pk)

@@ -1,6 +1,7 @@
 """Names as text: what a name may be, how it is written in a key, which keys belong to it."""
 
 import hashlib
+import re
 import unicodedata
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,7 +61,10 @@ def read_slug(slug: str, namespace: str = "") -> str | None:
     if not slug.startswith(prefix) or "|" in slug.removeprefix(prefix):
         return None
     shown, cut, _ = slug.removeprefix(prefix).partition("%~")
-    return unquote(shown) + ("…" if cut else "")
+    if not cut:
+        return unquote(shown)
+    # It may be cut within a letter, or within what stands for a byte of it.
+    return unquote(re.sub("%.?$", "", shown), errors="ignore") + "…"
 
 
 def slugs_of(namespace: str) -> tuple[str, str]:

@@ -18,8 +18,11 @@ RETRYABLE = ("40001", "40P01")  # serialization failure, deadlock
 # which row: "table:token:holder:key", the table by its oid.
 REGISTRATION = "django_fencing.registration"
 _PRESENTED = f"""set_config('{REGISTRATION}',
-        {{table}}.tableoid || ':' || %(registration)s || ':' || {{table}}.{{pk}}, true)
+        {{oid}} || ':' || %(registration)s || ':' || {{table}}.{{pk}}, true)
         AS "fencing presented\""""
+
+# A row may move from one partition to another, and stays a row of the same table.
+OID = "COALESCE(pg_partition_root({oid})::oid, {oid})"
 
 # https://www.postgresql.org/docs/current/libpq-status.html, PQTRANS_INERROR
 _INERROR = 3
@@ -44,8 +47,8 @@ SELECT * FROM "fencing updated" UNION ALL SELECT * FROM "fencing inserted"
 
 _UPDATE = """
     UPDATE {table} SET {values}
-    FROM "fencing guard" AS guard
-    WHERE {table}.{pk} = %(pk)s AND guard.patience IS NOT NULL AND {movable}
+    FROM "fencing guard"
+    WHERE {table}.{pk} = %(pk)s AND "fencing guard".patience IS NOT NULL AND {movable}
     RETURNING {returned}
 """
 
@@ -127,21 +130,25 @@ def checking(model: type[FencedResource], alias: str) -> str:
 def _columns(model: type[FencedResource], alias: str) -> list[str]:
     """Return the SQL of the model's columns, each by the name under which a raw query reads it."""
     compiler = QuerySet(model, using=alias).query.get_compiler(alias)
-    quoted = connections[alias].ops.quote_name
-    table = quoted(model._meta.db_table)
+    compiler.setup_query()
+    operations: Any = connections[alias].ops
     columns = []
     for field in model._meta.concrete_fields:
-        column = quoted(str(field.column))
-        # PostGIS, for one, reads its columns through a function.
-        sql, _ = field.select_format(compiler, f"{table}.{column}", ())
-        columns.append(f"{sql} AS {column}")
+        # As the ORM does: PostGIS reads its columns through a function, others decrypt theirs.
+        column = field.get_col(model._meta.db_table)
+        sql, params = column.select_format(compiler, *compiler.compile(column))
+        if params:
+            sql = operations.compose_sql(sql, params).replace("%", "%%")
+        columns.append(f"{sql} AS {operations.quote_name(field.column)}")
     return columns
 
 
 def _names(model: type[FencedResource], alias: str) -> dict[str, str]:
     options, quoted = model._meta, connections[alias].ops.quote_name
+    table = quoted(options.db_table)
     return {
-        "table": quoted(options.db_table),
+        "table": table,
+        "oid": OID.format(oid=f"{table}.tableoid"),
         "pk": quoted(str(options.pk.column)),
         "token": quoted(str(options.get_field("last_fence_token").column)),
         "holder": quoted(str(options.get_field("last_fence_holder").column)),

@@ -18,7 +18,7 @@ from django.utils.translation import gettext_lazy
 from django.views.decorators.csrf import csrf_protect
 
 from django_fencing import flow, forms, http, problems
-from django_fencing.comparing import comparing, name_of, reading_from
+from django_fencing.comparing import comparing, name_of, reading_from, with_fence
 from django_fencing.exceptions import FencingError, InvalidResource, LockHeld, UnfencedWrite
 from django_fencing.forms import Comparison
 from django_fencing.locks import FencedLock
@@ -132,6 +132,7 @@ class FencedResourceAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Delete, unless other rows need this one; the fenced transaction is open."""
         deleting: Any = copy.copy(self)
         deleting.get_queryset = reading_from(alias, self.get_queryset)  # not from a replica
+        deleting.get_object = with_fence(deleting.get_object, alias)
         deleted: list[Any] = []
         deleting.delete_model = _noting(deleted, self.delete_model)
         with self.transactions.opened(request, alias):

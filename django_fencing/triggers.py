@@ -12,7 +12,7 @@ from django.db.backends.utils import split_identifier
 from django.db.models import Model
 
 from django_fencing.models import FENCE_FIELDS, fence_model
-from django_fencing.postgresql import REGISTRATION
+from django_fencing.postgresql import OID, REGISTRATION
 
 # How the errors begin.
 STALE = "django_fencing: the fence of"
@@ -96,11 +96,11 @@ CREATE OR REPLACE TRIGGER {name} AFTER UPDATE OR DELETE ON {table} FOR EACH ROW
 EXECUTE FUNCTION {function}();
 """
 
-_OWN_FENCE = """registered :=
-        TG_RELID || ':' || OLD.{token} || ':' || OLD.{holder} || ':' || OLD.{pk};"""
+_OWN_FENCE = """registered := {relation}
+        || ':' || OLD.{token} || ':' || OLD.{holder} || ':' || OLD.{pk};"""
 
-_REGISTERING = """IF presented =
-            TG_RELID || ':' || NEW.{token} || ':' || NEW.{holder} || ':' || NEW.{pk}
+_REGISTERING = """IF presented = {relation}
+            || ':' || NEW.{token} || ':' || NEW.{holder} || ':' || NEW.{pk}
         THEN
             RETURN NULL;
         END IF;"""
@@ -110,11 +110,11 @@ _LEAVE_OUT = "written.{token} := OLD.{token}; written.{holder} := OLD.{holder};"
 # The parent's table is that of the same schema, whatever the search path finds first. Where its row
 # is deleted already, it has to be the row of which a registration is presented.
 _FENCE_OF_PARENT = """EXECUTE format(
-        'SELECT fenced.tableoid || '':'' || fenced.{token} || '':'' || fenced.{holder}'
-        ' || '':'' || fenced.{pk} FROM {ancestors}', {schemas}
+        'SELECT {fenced} || '':'' || fenced.{token} || '':'' || fenced.{holder}'
+        ' || '':'' || fenced.{pk} FROM {ancestors}', TG_TABLE_SCHEMA
     ) INTO registered USING OLD.{link};
     IF registered IS NULL AND TG_OP = 'DELETE' AND presented ~ '^[^:]*:[^:]*:[^:]*:' THEN
-        registered := format('%I.{parent}', TG_TABLE_SCHEMA)::regclass::oid
+        registered := format('{parent}', TG_TABLE_SCHEMA)::regclass::oid
             || substring(presented from '^[^:]*(:[^:]*:[^:]*:)') || OLD.{link};
     END IF;"""
 
@@ -215,11 +215,11 @@ class _Guard:
         )
 
     def of_lease(self) -> str:
-        own = self.has_fence
+        own, place = self.has_fence, {"relation": OID.format(oid="TG_RELID")}
         return _LEASE_GUARD.format(
             **self._names("lease_guard"),
-            look_up=_OWN_FENCE.format(**self._fence) if own else self._of_parent(),
-            registering=_REGISTERING.format(**self._fence) if own else "",
+            look_up=_OWN_FENCE.format(**self._fence, **place) if own else self._of_parent(),
+            registering=_REGISTERING.format(**self._fence, **place) if own else "",
             leave_out_the_fence=_LEAVE_OUT.format(**self._fence) if own else "",
             key=self._key,
             setting=REGISTRATION,
@@ -260,17 +260,23 @@ class _Guard:
             link: Any = child._meta.get_ancestor_link(parent)
             source = f"{alias}.{self._quoted(link.column)}" if alias else "$1"
             alias = "fenced" if parent is self._owner else f"ancestor{number}"
-            tables.append(f"%I.{self._quoted(parent._meta.db_table)} AS {alias}")
+            tables.append(f"{self._placed(parent)} AS {alias}")
             conditions.append(f"{alias}.{self._quoted(link.target_field.column)} = {source}")
         first: Any = self._model._meta.get_ancestor_link(chain[1])
         ancestors = f"{', '.join(tables)} WHERE {' AND '.join(conditions)}"
         return _FENCE_OF_PARENT.format(
             **self._fence,
             ancestors=ancestors.replace("'", "''"),
-            schemas=", ".join(["TG_TABLE_SCHEMA"] * len(tables)),
+            fenced=OID.format(oid="fenced.tableoid"),
             link=self._quoted(first.column),
-            parent=self._quoted(self._owner._meta.db_table).replace("'", "''"),
+            parent=self._placed(self._owner).replace("'", "''"),
         )
+
+    def _placed(self, model: type[Model]) -> str:
+        """Return the table for format(): in the guarded one's schema if it names none itself."""
+        schema, _ = split_identifier(model._meta.db_table)
+        table = self._quoted(model._meta.db_table).replace("%", "%%")
+        return table if schema else f"%1$I.{table}"
 
     def _quoted(self, name: str) -> str:
         return self._connection.ops.quote_name(name)

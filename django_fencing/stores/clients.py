@@ -78,13 +78,24 @@ def closes_after_requests() -> bool:
     return bool(options.get("CLOSE_CONNECTION", given))
 
 
-def server(client: Any) -> Server:
-    """Return what the server says of itself. Raise one of the FAILURES if it cannot be asked."""
-    info = client.info()
+def servers(client: Any) -> list[Server]:
+    """
+    Return what the server says of itself, or each primary of a cluster.
+
+    Raise one of the FAILURES if one cannot be asked.
+    """
+    primaries = getattr(client, "get_primaries", None)
+    if primaries is None:
+        return [_server(client)]
+    return [_server(client, target_nodes=node) for node in primaries()]
+
+
+def _server(client: Any, **options: Any) -> Server:
+    info = client.info(**options)
     valkey = info.get("valkey_version")
     persists = None
     if "aof_enabled" in info:
-        persists = bool(info["aof_enabled"]) or _saves(client)
+        persists = bool(info["aof_enabled"]) or _saves(client, **options)
     return Server(
         name="valkey" if valkey else "redis",
         version=str(valkey or info.get("redis_version", "unknown")),
@@ -93,10 +104,10 @@ def server(client: Any) -> Server:
     )
 
 
-def _saves(client: Any) -> bool | None:
+def _saves(client: Any, **options: Any) -> bool | None:
     """Say whether snapshots are taken, None where the server does not let one ask."""
     try:
-        return bool(client.config_get("save").get("save"))
+        return bool(client.config_get("save", **options).get("save"))
     except redis.ResponseError:
         return None
 

@@ -178,7 +178,7 @@ class RedisStore(Store):
     def describe(self) -> dict[str, object]:
         found = {"client_factory": True} if conf.client_factory else {"alias": conf.cache}
         try:
-            server = clients.server(clients.client())
+            server, *_ = clients.servers(clients.client())
         except clients.FAILURES as error:  # an ACL may forbid INFO
             return {**found, "server": "unknown", "reason": error}
         return {**found, "server": server.name, "version": server.version}

@@ -1,0 +1,452 @@
+"""Models of unusual shapes: locked, protected, found by operators, changed in the admin."""
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+from django.apps import apps
+from django.contrib import admin
+from django.contrib.admin.utils import quote
+from django.contrib.postgres.fields import ArrayField
+from django.db import connections, models
+from django.db.migrations.state import ProjectState
+from django.db.models import F
+from django.db.models.expressions import Col
+from django.urls import path
+
+from django_fencing.admin import FencedResourceAdmin
+from django_fencing.exceptions import StaleToken, UnfencedWrite
+from django_fencing.locks import fenced_atomic, fenced_lock
+from django_fencing.models import FencedResource
+from django_fencing.operations import ProtectFence
+from django_fencing.resources import resolve
+from tests.browser import fields_of, superuser
+from tests.helpers import sql, taken_over
+from tests.shop.models import Job
+from tests.test_fencing_command import said
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True, databases=["default", "other"]),
+    pytest.mark.urls(__name__),
+]
+
+
+class Shape(FencedResource):
+    """Each has a table for one test only, which Django does not manage."""
+
+    amount = models.IntegerField(default=0)
+
+    class Meta:
+        abstract = True
+
+
+class TextShape(Shape):
+    id = models.TextField(primary_key=True)
+
+    class Meta:
+        app_label, managed = "shop", False
+
+
+class WildShape(Shape):
+    id = models.BigAutoField(primary_key=True, db_column="Key No: {1}")
+    spaced = models.TextField(db_column="a column's name", default="")
+    upper = models.TextField(db_column="UPPER", default="")
+    braces = models.TextField(db_column="{braces}", default="")
+    keyword = models.TextField(db_column="select", default="")
+    presented = models.TextField(default="")
+
+    class Meta:
+        app_label, managed = "shop", False
+        db_table = "Wild 'table' {0}"
+
+
+class ProxyShape(WildShape):
+    class Meta:
+        app_label, managed = "shop", False
+        proxy = True
+
+
+class GuardShape(Shape):
+    """Its table has a name that statements of the package might use."""
+
+    class Meta:
+        app_label, managed = "shop", False
+        db_table = "guard"
+
+
+class GeneratedShape(Shape):
+    double = models.GeneratedField(
+        expression=F("amount") * 2, output_field=models.IntegerField(), db_persist=True
+    )
+    data = models.JSONField(default=dict)
+    nested = ArrayField(ArrayField(models.TextField()), default=list)
+    raw = models.BinaryField(default=b"%s\0")
+
+    class Meta:
+        app_label, managed = "shop", False
+
+
+class ChildShape(GeneratedShape):
+    extra = models.TextField(default="", db_column="Extra Text")
+
+    class Meta:
+        app_label, managed = "shop", False
+        db_table = "Child 'table'"
+
+
+class RevealedCol(Col):
+    """What packages select that encrypt in the database."""
+
+    def as_sql(self, compiler: Any, connection: Any) -> Any:
+        sql, params = super().as_sql(compiler, connection)
+        return f"convert_from(decode({sql}, 'base64'), 'UTF8')", params
+
+
+class DatabaseCipherField(models.TextField):
+    """Is encrypted and decrypted by the database, as those of django-pgcrypto-fields are."""
+
+    def get_placeholder(self, value: Any, compiler: Any, connection: Any) -> str:
+        return "encode(convert_to(%s, 'UTF8'), 'base64')"
+
+    # Of Django 6.1.
+    def get_placeholder_sql(self, value: Any, compiler: Any, connection: Any) -> Any:
+        return self.get_placeholder(value, compiler, connection), (value,)
+
+    def get_col(self, alias: str, output_field: Any = None) -> Any:
+        return RevealedCol(alias, self, output_field or self)
+
+    @property
+    def cached_col(self) -> Any:
+        return RevealedCol(self.model._meta.db_table, self)
+
+
+class CipherShape(Shape):
+    secret = DatabaseCipherField(default="")
+
+    class Meta:
+        app_label, managed = "shop", False
+
+
+class FormattedField(models.TextField):
+    """Is selected by a function with a parameter."""
+
+    def select_format(self, compiler: Any, sql: str, params: Any) -> Any:
+        return f"left({sql}, %s)", (*params, 9)
+
+
+class FormattedShape(Shape):
+    formatted = FormattedField(default="50%")
+
+    class Meta:
+        app_label, managed = "shop", False
+
+
+class Deferring(models.Manager[Any]):
+    def get_queryset(self) -> Any:
+        return super().get_queryset().defer("last_fence_token", "last_fence_holder", "amount")
+
+
+class DeferredShape(Shape):
+    objects: ClassVar[Any] = Deferring()
+
+    class Meta:
+        app_label, managed = "shop", False
+        base_manager_name = "objects"
+
+
+class ReversedField(models.TextField):
+    """Is seen otherwise by the application than by the database."""
+
+    def from_db_value(self, value: Any, expression: Any, connection: Any) -> Any:
+        return value[::-1]
+
+    def get_prep_value(self, value: Any) -> Any:
+        return value[::-1]
+
+
+class KeyShape(Shape):
+    id = ReversedField(primary_key=True)
+
+    class Meta:
+        app_label, managed = "shop", False
+
+
+class DateShape(Shape):
+    id = models.DateTimeField(primary_key=True)
+
+    class Meta:
+        app_label, managed = "shop", False
+
+
+class DecimalShape(Shape):
+    id = models.DecimalField(primary_key=True, max_digits=9, decimal_places=3)
+
+    class Meta:
+        app_label, managed = "shop", False
+
+
+class UuidShape(Shape):
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4)
+
+    class Meta:
+        app_label, managed = "shop", False
+
+
+class AddressShape(Shape):
+    id = models.GenericIPAddressField(primary_key=True)
+
+    class Meta:
+        app_label, managed = "shop", False
+
+
+SHAPES: list[tuple[type[Shape], dict[str, Any]]] = [
+    *((TextShape, {"id": text}) for text in ("100%", "%(pk)s", "a:b\nc", "é'\"{}\\", "x" * 900)),
+    (WildShape, {}),
+    (ProxyShape, {}),
+    (GuardShape, {}),
+    (ChildShape, {"extra": "50%", "data": {"a%s": [1]}, "nested": [["%", "{}"]]}),
+    (CipherShape, {"secret": "abc"}),
+    (FormattedShape, {}),
+    (DeferredShape, {}),
+    (KeyShape, {"id": "abc"}),
+    (DateShape, {"id": "2026-11-30T10:00:00.123456+00:00"}),
+    (DecimalShape, {"id": "10.5"}),
+    (UuidShape, {}),
+    (AddressShape, {"id": "2001:db8::1"}),
+]
+FENCE = {"amount", "double", "last_fence_token", "last_fence_holder"}
+
+any_shape = pytest.mark.parametrize(("model", "values"), SHAPES)
+
+
+class AmountAdmin(FencedResourceAdmin):
+    fields: ClassVar = ["amount"]
+
+
+class NoteAdmin(FencedResourceAdmin):
+    """Reads no more than it shows."""
+
+    fields: ClassVar = ["note"]
+
+    def get_queryset(self, request: Any) -> Any:
+        return super().get_queryset(request).only("note")
+
+
+odd = admin.AdminSite(name="odd")
+odd.register({model for model, _ in SHAPES}, AmountAdmin)
+odd.register(Job, NoteAdmin)
+
+urlpatterns = [path("odd/", odd.urls), path("admin/", admin.site.urls)]
+
+
+@contextmanager
+def table_of(model: Any, alias: str = "default") -> Iterator[Any]:
+    """Make the tables of the model and of its parent during the block, and yield its rows."""
+    concrete = model._meta.concrete_model
+    tables = [*concrete._meta.get_parent_list(), concrete]
+    with connections[alias].schema_editor() as editor:
+        for each in tables:
+            editor.create_model(each)
+    try:
+        yield models.QuerySet(model, using=alias)
+    finally:
+        with connections[alias].schema_editor() as editor:
+            for each in reversed(tables):
+                editor.delete_model(each)
+
+
+def protect(model: Any, alias: str = "default") -> None:
+    """Require a lease; the guards go when the table does."""
+    concrete = model._meta.concrete_model
+    owner = next(iter(concrete._meta.get_parent_list()), concrete)
+    operation, state = (
+        ProtectFence(owner.__name__, require_lease=True),
+        ProjectState.from_apps(apps),
+    )
+    with connections[alias].schema_editor() as editor:
+        operation.database_forwards("shop", editor, state, state)
+
+
+def others_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what a test does not change."""
+    return {name: value for name, value in row.items() if name not in FENCE}
+
+
+@pytest.mark.parametrize("alias", ["default", "other"])
+@any_shape
+def test_it_is_locked_and_protected(
+    model: Any, values: dict[str, Any], alias: str, client: Any
+) -> None:
+    """The locked row is the whole row, its lease lets it be written, and nothing else does."""
+    with table_of(model, alias) as rows:
+        rows.create(**values)
+        before = others_of(rows.values().get())
+        protect(model, alias)
+        row = rows.get()
+        for amount in (1, 2):
+            with fenced_lock(row) as lease, lease.atomic() as locked:
+                assert type(locked) is type(lease.row) is model
+                for name, value in before.items():
+                    assert getattr(locked, name) == getattr(lease.row, name) == value
+                locked.amount = amount
+                locked.save()
+        with fenced_atomic((model, row.pk), using=alias):
+            rows.filter(pk=row.pk).update(amount=F("amount") + 1)
+
+        assert rows.values_list("amount", flat=True).get() == 3
+        assert others_of(rows.values().get()) == before
+        with pytest.raises(UnfencedWrite):
+            rows.update(amount=7)
+        with pytest.raises(StaleToken):
+            rows.update(last_fence_token=1)
+        rows.update(last_fence_token=F("last_fence_token") + 7)  # a holder is fenced by hand
+        lock = fenced_lock(row)
+        first, second = lock.acquire(), taken_over(lock, client)
+        with pytest.raises(StaleToken), first.atomic():
+            pass
+        with second.atomic() as locked:
+            locked.delete()
+        second.release()
+        assert not rows.exists()
+
+
+@any_shape
+def test_operators_find_it(model: Any, values: dict[str, Any]) -> None:
+    """By its resource's name, and by its key."""
+    with table_of(model) as rows:
+        rows.create(**values)
+        row = rows.get()
+        with fenced_lock(row) as lease:
+            for text in (lease.resource, f"{model._meta.label_lower}:{row.pk}"):
+                shown = said("show", text)
+                assert shown["lease"]["holder"] == lease.holder.id.hex
+                assert shown["fence_token"] == lease.token
+            listed = [each for each in said("locks") if each["lease"]["token"] == lease.token]
+            assert lease.holder.id.hex in {each["lease"]["holder"] for each in listed}
+
+
+@any_shape
+def test_the_admin_changes_and_deletes_it(model: Any, values: dict[str, Any]) -> None:
+    """Under its lock, and nothing but what the form has is written."""
+    with table_of(model) as rows:
+        rows.create(**values)
+        before = others_of(rows.values().get())
+        protect(model)
+        browser = superuser()
+        base = f"/odd/shop/{model._meta.model_name}/{quote(rows.get().pk)}/"
+        fields = {**fields_of(browser.get(f"{base}change/")), "amount": "5"}
+
+        assert browser.post(f"{base}change/", fields).status_code == 302
+        after = rows.values().get()
+        assert browser.post(f"{base}delete/", {"post": "yes"}).status_code == 302
+
+        assert after["amount"] == 5
+        assert others_of(after) == before
+        assert not rows.exists()
+
+
+def test_a_row_whose_fence_an_admin_defers_is_deleted() -> None:
+    """No other row is in the way."""
+    job = Job.objects.create()
+
+    superuser().post(f"/odd/shop/job/{job.pk}/delete/", {"post": "yes"})
+
+    assert not Job.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "same"),
+    [
+        (DecimalShape, "10.5", "10.500"),
+        (DateShape, "2026-11-30T10:00:00+00:00", "2026-11-30T11:00:00+01:00"),
+        (UuidShape, "5F0F1D2C-0000-4000-8000-00000000000A", "5f0f1d2c00004000800000000000000a"),
+        (AddressShape, "2001:DB8:0::1", "2001:db8::1"),
+    ],
+)
+def test_a_key_has_one_name_however_it_is_written(model: Any, key: str, same: str) -> None:
+    """The database knows one row, so there is one lock."""
+    with table_of(model) as rows:
+        made = rows.create(pk=key)
+        loaded = rows.get(pk=same)
+        names = {resolve(each).name for each in ((model, key), (model, same), made, loaded)}
+
+    assert len(names) == 1
+
+
+class Regional(Shape):
+    """Has partitions."""
+
+    region = models.IntegerField(default=1)
+
+    class Meta:
+        app_label, managed = "shop", False
+        db_table = "odd_regional"
+
+
+def test_a_row_moves_to_another_partition_and_is_written_again() -> None:
+    """Under the same lease: it is the row of which the registration is presented."""
+    sql(
+        "CREATE TABLE odd_regional (id bigint GENERATED BY DEFAULT AS IDENTITY, amount int,"
+        " last_fence_token bigint NOT NULL DEFAULT 0, last_fence_holder uuid, region int,"
+        " PRIMARY KEY (id, region)) PARTITION BY LIST (region)"
+    )
+    try:
+        for number in (1, 2):
+            sql(
+                f"CREATE TABLE odd_regional_{number} PARTITION OF odd_regional"
+                f" FOR VALUES IN ({number})"
+            )
+        protect(Regional)
+        with fenced_atomic(Regional.objects.create()) as row:
+            row.region = 2
+            row.save()
+            row.amount = 5
+            row.save()
+
+        assert list(Regional.objects.values_list("region", "amount")) == [(2, 5)]
+        with pytest.raises(UnfencedWrite):
+            Regional.objects.update(amount=7)
+    finally:
+        sql("DROP TABLE odd_regional CASCADE")
+
+
+class InSchema(Shape):
+    class Meta:
+        app_label, managed = "shop", False
+        db_table = 'odd"."row'
+
+
+class ChildInSchema(InSchema):
+    extra = models.IntegerField(default=0)
+
+    class Meta:
+        app_label, managed = "shop", False
+        db_table = 'odd"."child'
+
+
+@pytest.mark.parametrize("model", [InSchema, ChildInSchema])
+def test_a_table_in_a_schema_of_its_own_is_protected(model: Any) -> None:
+    """Where the name of a table carries its schema; so does that of a child."""
+    sql("CREATE SCHEMA odd")
+    try:
+        with connections["default"].schema_editor() as editor:
+            editor.create_model(InSchema)
+            editor.create_model(ChildInSchema)
+        protect(InSchema)
+        made = model.objects.create()
+        with fenced_lock(made) as lease, lease.atomic() as row:
+            row.amount = row.extra = 3
+            row.save()
+        with pytest.raises(UnfencedWrite):
+            model.objects.update(amount=7)
+        with pytest.raises(UnfencedWrite):
+            model.objects.update(**({"extra": 7} if model is ChildInSchema else {"amount": 7}))
+
+        assert model.objects.get().amount == 3
+        with fenced_atomic(made) as row:
+            row.delete()
+        assert not InSchema.objects.exists()
+    finally:
+        sql("DROP SCHEMA odd CASCADE")
