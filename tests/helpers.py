@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing as closing_later
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -74,6 +75,17 @@ def counted_calls() -> Iterator[list[str]]:
         mock.patch.object(asking, "_ask_until", asked),
     ):
         yield calls
+
+
+@contextmanager
+def row_kept(name: str) -> Iterator[int]:
+    """Keep the row of a name's fence locked by another session, and yield its backend's pid."""
+    lock = "SELECT pg_backend_pid() FROM django_fencing_fence WHERE name = %s FOR NO KEY UPDATE"
+    with closing_later(connections["default"].copy()) as other, other.cursor() as cursor:
+        cursor.execute("BEGIN")
+        cursor.execute(lock, [resolve(name).pk])
+        (pid,) = cursor.fetchone()
+        yield pid
 
 
 def make_scripts_known(client: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
-from django_fencing.conf import DEFAULTS, conf
+from django_fencing.conf import DEFAULTS, conf, faults
 
 
 def tenant() -> str:
@@ -86,6 +86,19 @@ def test_bad_values_are_an_error_that_names_the_key(key: str, value: Any, attrib
         pytest.raises(ImproperlyConfigured, match=rf"FENCING\['{key}'\]"),
     ):
         getattr(conf, attribute)
+
+
+def test_a_default_that_does_not_fit_is_told_as_such() -> None:
+    """Nobody has written it: the error says what to add, and the hint does not praise it."""
+    with override_settings(FENCING={"MAX_TTL": 10}):
+        with pytest.raises(
+            ImproperlyConfigured, match=r"That is the default: set FENCING\['TTL'\]"
+        ):
+            conf.ttl  # noqa: B018
+        ((fault, hint),) = faults()
+
+    assert "at most 10 seconds, not 30" in fault
+    assert "30" not in hint
 
 
 @pytest.mark.parametrize("value", ["tenant-1", "tests.test_conf.tenant", tenant])

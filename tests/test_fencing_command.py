@@ -7,8 +7,7 @@ import pwd
 import socket
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 from typing import Any
@@ -17,7 +16,7 @@ from unittest import mock
 import pytest
 from django.conf import settings
 from django.core.management import CommandError, call_command
-from django.db import connection, connections
+from django.db import connections
 from django.test import override_settings
 
 from django_fencing import operators
@@ -34,6 +33,7 @@ from tests.helpers import (
     expire,
     keys_of,
     monitored,
+    row_kept,
     taken_over,
 )
 from tests.shop.models import Code, Document, Job, UrgentJob
@@ -255,21 +255,10 @@ def test_show_as_json(name: str, client: Any) -> None:
     assert free["events"] == []
 
 
-@contextmanager
-def kept_by_another_connection(name: str) -> Iterator[int]:
-    """Keep the row of a fence locked in a transaction, and yield its backend's pid."""
-    lock = "SELECT pg_backend_pid() FROM django_fencing_fence WHERE name = %s FOR NO KEY UPDATE"
-    with closing(connection.copy()) as other, other.cursor() as cursor:
-        cursor.execute("BEGIN")
-        cursor.execute(lock, [resolve(name).pk])
-        (pid,) = cursor.fetchone()
-        yield pid
-
-
 def test_show_tells_who_keeps_the_row(name: str) -> None:
     """A holder that hangs in its transaction holds no lease any more, and the row all the same."""
     fenced_lock(name).acquire().release()
-    with kept_by_another_connection(name) as pid:
+    with row_kept(name) as pid:
         kept = run("show", name)
         as_json = said("show", name)["kept_by"]
         with pytest.raises(LockHeld, match="`manage.py fencing show` tells which"):

@@ -126,8 +126,10 @@ def test_a_lease_that_its_renewal_loses_is_noted(name: str, client: Any) -> None
     lease.release()
 
 
-def test_a_healed_counter_is_noted(name: str, private_redis: Any) -> None:
-    """What it proposed, where the fence was, and what came of it."""
+def test_a_healed_counter_is_noted(
+    name: str, private_redis: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it proposed, where the fence was, and what came of it; the log says it too."""
     fenced_lock(name).acquire().release()
     private_redis.flushall()
     with fenced_lock(name) as lease:
@@ -136,6 +138,8 @@ def test_a_healed_counter_is_noted(name: str, private_redis: Any) -> None:
     event = FenceEvent.objects.get()
     assert (event.kind, event.token, lease.token) == (Kind.HEALED, lease.token, 1_000_002)
     assert event.message == f"the counter proposed 1, the fence was at 1: {lease.token} is next"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.messages == [f"counter_healed resource={name} fence_token=1 token={lease.token}"]
 
 
 @pytest.mark.parametrize("alias", ["default", "sqlite"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from django.apps import apps
-from django.db import connections, transaction
+from django.db import DatabaseError, connection, connections, transaction
 from django.db.migrations.state import ProjectState
 
 from django_fencing.exceptions import StaleToken, UnfencedWrite
@@ -65,6 +65,18 @@ def test_a_database_that_guards_no_rows_says_so(
     line = "require_lease_ignored model=Job database=sqlite"
     assert told == ([line] if alias == "sqlite" else [])
     assert caplog.messages == told
+
+
+def test_a_column_that_is_guarded_says_how_to_drop_it() -> None:
+    """PostgreSQL's own hint, CASCADE, would leave half of the guard."""
+    with protected("Job"), connection.cursor() as cursor:
+        with pytest.raises(DatabaseError) as caught:
+            cursor.execute("ALTER TABLE shop_job DROP COLUMN last_fence_token")
+        with pytest.raises(DatabaseError) as other:
+            cursor.execute("DROP TABLE shop_owner")
+
+    assert ["UnprotectFence" in note for note in caught.value.__notes__] == [True]
+    assert not hasattr(other.value, "__notes__")
 
 
 def lower_by_sql(rows: Any) -> None:

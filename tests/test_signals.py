@@ -36,6 +36,7 @@ from tests.helpers import (
     expire,
     in_threads,
     keys_of,
+    row_kept,
     started,
     statements,
     taken_over,
@@ -219,6 +220,21 @@ def test_waiting_is_contended_once_however_often_it_asks(name: str, events: list
         "lease_released",
         "lease_acquired",
     ]
+
+
+@pytest.mark.parametrize("lock", [fenced_lock, fenced_atomic])
+def test_a_row_that_stays_locked_is_contention(
+    name: str, events: list[Event], lock: Callable[..., Any]
+) -> None:
+    """Nobody holds a lease, and somebody's transaction keeps the lock from everybody else."""
+    with fenced_atomic(name):
+        pass
+    events.clear()
+    with row_kept(name), pytest.raises(LockHeld), lock(name, ttl=0.2):
+        pass
+
+    assert names_of(events)[-1] == "lock_contended"
+    assert events[-1][2]["held_by"] is None
 
 
 def test_a_lock_that_is_got_after_all_was_contended(name: str, events: list[Event]) -> None:
