@@ -19,7 +19,7 @@ from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from django_fencing import operators
+from django_fencing import states
 from django_fencing.conf import conf
 from django_fencing.grants import LeaseRecord
 from django_fencing.models import Fence, FenceEvent, OnceRecord
@@ -79,7 +79,7 @@ class FenceAdmin(_ReadOnlyAdmin, ReleasingAdmin):
         """Return the fence, with what the store says of its resource."""
         fence = super().get_object(request, object_id, from_field)
         if fence is not None:
-            fence.seen = operators.state(of_fence(fence))
+            fence.seen = states.state(of_fence(fence))
         return fence
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
@@ -157,7 +157,7 @@ class FenceAdmin(_ReadOnlyAdmin, ReleasingAdmin):
     @admin.display(description=gettext_lazy("last events"))
     def last_events(self, fence: Any) -> str:
         """Show what has happened to the resource, the newest line first."""
-        events = operators.events(self.shown_name(fence))[:_LAST_EVENTS]
+        events = states.events(self.shown_name(fence))[:_LAST_EVENTS]
         lines = [(_moment(event.created_at), event.message) for event in events]
         return format_html_join("", "<div>{} {}</div>", lines) or _("none")
 
@@ -219,7 +219,7 @@ def _line_of(lease: LeaseRecord) -> str:
     state = render_to_string("admin/django_fencing/fence/lease.html", {"lease": lease}).strip()
     since = _moment(lease.since) if lease.since else _("unknown")
     return _("{state}, by {holder} since {since}").format(
-        state=state, holder=operators.described(lease), since=since
+        state=state, holder=states.described(lease), since=since
     )
 
 

@@ -1,4 +1,4 @@
-"""What operators do: look at a resource, end a lease that is stuck."""
+"""What operators do: tell which resource is meant, end a lease that is stuck."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -7,16 +7,14 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any
 from urllib.parse import unquote
-from uuid import UUID
 
 from django.apps import apps
-from django.core.exceptions import FieldDoesNotExist, ImproperlyConfigured
-from django.db import DatabaseError, OperationalError, connections, models, router
+from django.core.exceptions import FieldDoesNotExist
+from django.db import OperationalError, connections, models, router
 from django.db.models import QuerySet
 from django.utils.connection import ConnectionDoesNotExist
 
-from django_fencing import flow, ledger, postgresql
-from django_fencing.conf import conf
+from django_fencing import flow, ledger
 from django_fencing.exceptions import (
     FencingError,
     InvalidResource,
@@ -26,40 +24,18 @@ from django_fencing.exceptions import (
 from django_fencing.fences import NotRegistered
 from django_fencing.grants import Grant, Holder, LeaseRecord, Refusal
 from django_fencing.leases import Lease
-from django_fencing.models import Fence, FencedResource, FenceEvent, fence_model
+from django_fencing.models import Fence, FencedResource, fence_model
 from django_fencing.names import Keys, read_slug
-from django_fencing.postgresql import Backend
-from django_fencing.resources import Resource, ResourceLike, of_fence, resolve, tenant
+from django_fencing.resources import Resource, of_fence, resolve, tenant
+from django_fencing.states import described, look
 from django_fencing.stores.base import Store, get_store
 from django_fencing.timing import now
-
-# Seconds that each look waits for the store.
-_PATIENCE = 2.0
 
 # Seconds of an operator's own lease, in which it registers. The row may be locked for as long.
 _TTL = 10.0
 
 # So many rows are looked at whose key begins as that of a lease.
 _CANDIDATES = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """
-    A resource at this moment, as the store and the database say. Nothing was changed.
-
-    Where one of the two cannot be asked, its outage says why, and what it knows is None.
-    """
-
-    resource: str
-    kind: str  # "name" or "row"
-    lease: LeaseRecord | None  # None: it is free
-    counter: int | None  # the token that was proposed last; None: there is no counter
-    fence_token: int | None  # 0: nobody has registered; None: the row is not there
-    fence_holder: UUID | None
-    kept_by: list[Backend]  # whose open transactions keep its row locked, where that can be told
-    store_outage: str
-    database_outage: str
 
 
 class Outcome(StrEnum):
@@ -134,65 +110,6 @@ def _row_by_key(lease: LeaseRecord) -> Iterator[Resource]:
     yield from map(resolve, rows.filter(**{lookup: lease.pk})[:_CANDIDATES])
 
 
-def look(keys: Keys) -> LeaseRecord | None:
-    """Return the present lease of what has these keys. Raise StoreUnavailable."""
-    with get_store().inspect(_PATIENCE) as inspector:
-        return inspector.look([keys])[0].lease
-
-
-def state(resource: ResourceLike | Resource, using: str | None = None) -> State:
-    """
-    Look at a resource, from any process.
-
-    Raise InvalidResource for what cannot be locked.
-    """
-    found = resource if isinstance(resource, Resource) else resolve(resource, using)
-    store_outage = database_outage = ""
-    lease = counter = token = holder = None
-    kept_by: list[Backend] = []
-    try:
-        with get_store().inspect(_PATIENCE) as inspector:
-            lease = inspector.look([found.keys])[0].lease
-            (counter,) = inspector.counters([found.keys])
-    except (StoreUnavailable, ImproperlyConfigured) as error:
-        store_outage = " ".join(str(error).split())
-    try:
-        token, holder = _fence(found)
-        kept_by = _keeping(found)
-    except DatabaseError as error:
-        database_outage = " ".join(str(error).split())
-    return State(
-        resource=found.name,
-        kind="name" if found.model is Fence else "row",
-        lease=lease,
-        counter=counter,
-        fence_token=token,
-        fence_holder=holder,
-        kept_by=kept_by,
-        store_outage=store_outage,
-        database_outage=database_outage,
-    )
-
-
-def _fence(resource: Resource) -> tuple[int | None, UUID | None]:
-    """Return what the fence says: 0 of a name without one, None of a row that is not there."""
-    fences: QuerySet[FencedResource] = QuerySet(resource.model, using=resource.alias)
-    found = fences.filter(pk=resource.pk).values_list("last_fence_token", "last_fence_holder")
-    return next(iter(found), (0 if resource.model is Fence else None, None))
-
-
-def _keeping(resource: Resource) -> list[Backend]:
-    if connections[resource.alias].vendor != "postgresql":
-        return []
-    return postgresql.backends_locking(resource.model, resource.alias, resource.pk)
-
-
-def events(resource: str) -> QuerySet[FenceEvent]:
-    """Return the ledger's lines about this tenant's resource of that name, the newest first."""
-    ledger: QuerySet[FenceEvent] = QuerySet(FenceEvent, using=conf.database)
-    return ledger.filter(namespace=tenant(), resource=resource).order_by("-pk")
-
-
 def force_release(
     resource: Resource, shown: str, *, user: str = "", reason: str = "", dry_run: bool = False
 ) -> Forced:
@@ -254,13 +171,6 @@ def _taken_over(
         return store.take_over(resource, shown, holder, ttl=_TTL, floor=floor)
     except StoreUnavailable:
         return store.take_over(resource, shown, holder, ttl=_TTL, floor=floor)
-
-
-def described(lease: LeaseRecord) -> str:
-    """Return who holds it, for people."""
-    if not lease.host:
-        return f"unknown ({lease.holder})"
-    return f"{lease.function} (host {lease.host}, pid {lease.pid}, token {lease.token})"
 
 
 def _changed(by: str) -> Forced:

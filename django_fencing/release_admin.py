@@ -13,7 +13,7 @@ from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 from django.views.decorators.http import require_http_methods
 
-from django_fencing import http, operators
+from django_fencing import http, operators, states
 from django_fencing.conf import conf
 from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import LeaseRecord
@@ -49,7 +49,7 @@ class ReleasingAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         shown = given.get("holder", "")
         lease = resource = None
         try:
-            lease = operators.look(keys)
+            lease = states.look(keys)
             resource = operators.resource_of_lease(keys, lease) if lease else None
             obstacle = _obstacle(lease, resource, shown)
             if resource and lease and not obstacle and request.method == "POST":
@@ -66,7 +66,7 @@ class ReleasingAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "opts": self.opts,
             "resource": resource,
             "lease": lease,
-            "holder": lease and operators.described(lease),
+            "holder": lease and states.described(lease),
             "key": keys.member,
             "shown": shown,
             "obstacle": obstacle,
@@ -106,7 +106,7 @@ def _obstacle(lease: LeaseRecord | None, resource: Resource | None, shown: str) 
         return _("Nobody holds it any more: nothing was done.")
     if lease.holder != shown:
         return _("It is held by {holder}, and not as it was shown: nothing was done.").format(
-            holder=operators.described(lease)
+            holder=states.described(lease)
         )
     if resource is None:
         return _(

@@ -13,7 +13,7 @@ from django.core.cache import caches
 from django.test import override_settings
 from services import Services
 
-from django_fencing import doctor, operators
+from django_fencing import doctor, operators, states
 from django_fencing.exceptions import LockHeld, StoreUnavailable
 from django_fencing.locks import fenced_lock
 from django_fencing.models import Fence
@@ -101,7 +101,7 @@ def use_everything(name: str, client: Any) -> None:
     lease = fenced_lock(name).acquire()
     assert end(name, lease.holder.id.hex) is Outcome.RELEASED
     client.set(keys.lease, "none of ours", ex=60)
-    shown = operators.look(keys)
+    shown = states.look(keys)
     assert shown is not None
     assert shown.holder.startswith("sha1:")
     assert end(name, shown.holder) is Outcome.RELEASED
@@ -111,7 +111,7 @@ def use_everything(name: str, client: Any) -> None:
         assert page.outage == ""
         assert [item.resource for item in page.leases] == [name]
         assert name in [item.resource for item in all_leases(None)]
-        assert operators.state(name).counter is not None
+        assert states.state(name).counter is not None
 
 
 def give_up(name: str) -> None:

@@ -19,7 +19,7 @@ from django.db import connections
 from django.test import Client, override_settings
 from django.urls import path, reverse
 
-from django_fencing import operators
+from django_fencing import operators, states
 from django_fencing.admin import FenceAdmin
 from django_fencing.exceptions import StaleToken
 from django_fencing.locks import fenced_lock
@@ -327,7 +327,7 @@ def test_a_holder_that_is_frozen_in_its_transaction(browser: Client) -> None:
 
     with started(body) as frozen, mock.patch.object(operators, "_TTL", 0.3):
         frozen.reach_pause()
-        present = operators.look(keys_of(job))
+        present = states.look(keys_of(job))
         assert present is not None
         form = {"key": keys_of(job).member, "holder": present.holder}
         response = browser.post(PAGE, form)
@@ -488,7 +488,7 @@ def test_a_lease_that_cannot_be_read(browser: Client, name: str, client: Any) ->
     keys = keys_of(name)
     for text in ("first", "second"):
         client.set(keys.lease, text, ex=60)
-        present = operators.look(keys)
+        present = states.look(keys)
         assert present is not None
         form = {"key": keys.member, "holder": present.holder}
     old = form | {"holder": "sha1:" + "0" * 40}

@@ -19,7 +19,7 @@ from redis.crc import key_slot
 from redis.sentinel import Sentinel
 from services import Services
 
-from django_fencing import doctor, operators
+from django_fencing import doctor, operators, states
 from django_fencing.exceptions import StaleToken, StoreUnavailable
 from django_fencing.locks import fenced_lock
 from django_fencing.models import Fence, FenceEvent
@@ -297,7 +297,7 @@ def test_slots_that_nobody_has_are_an_outage(name: str, cluster: Any, nodes: lis
         with pytest.raises(StoreUnavailable):
             all_leases(None)
         assert overview(Fence).outage
-        assert operators.state(name).store_outage
+        assert states.state(name).store_outage
         with pytest.raises(StoreUnavailable):
             operators.force_release(resolve(name), lease.holder.id.hex)
         failed(69, "locks")
@@ -328,7 +328,7 @@ def test_a_failover_by_a_sentinel(name: str, tmp_path: Path) -> None:
             first.wait(1, 5000)
             wait_until(lambda: has_failed_over(sentinel, second))
 
-            wait_until(lambda: operators.state(name).store_outage == "")
+            wait_until(lambda: states.state(name).store_outage == "")
             assert said("show", name)["lease"]["holder"] == lease.holder.id.hex
             ended = operators.force_release(resolve(name), lease.holder.id.hex)
             assert ended.outcome is Outcome.RELEASED

@@ -13,7 +13,7 @@ from django.conf import settings
 from django.db import OperationalError, connections, transaction
 from django.test import override_settings
 
-from django_fencing import operators
+from django_fencing import operators, states
 from django_fencing.exceptions import (
     FencingError,
     InsideTransaction,
@@ -67,7 +67,7 @@ def taken(given: Any, shown: str, holder: Any, using: str | None = None) -> Any:
 
 def shown_of(given: Any) -> str:
     """Return the holder that an operator is shown."""
-    present = operators.look(keys_of(given))
+    present = states.look(keys_of(given))
     assert present is not None
     return present.holder
 
@@ -173,7 +173,7 @@ def test_another_holder_is_left_alone(name: str, client: Any) -> None:
 def test_who_acquires_behind_the_look_is_left_alone(name: str, client: Any) -> None:
     """The script compares once more: what the operator's process has seen may be old."""
     former = fenced_lock(name).acquire()
-    seen = operators.look(keys_of(name))
+    seen = states.look(keys_of(name))
     expire(client, name)
     holder = fenced_lock(name).acquire()
 
@@ -191,7 +191,7 @@ def test_who_acquires_behind_the_look_is_left_alone(name: str, client: Any) -> N
 def test_a_free_resource_stays_as_it_is(name: str, client: Any, behind: bool) -> None:
     """Nobody holds it, and nothing is done: no token, no registration, no entry."""
     former = fenced_lock(name).acquire()
-    seen = operators.look(keys_of(name)) if behind else None
+    seen = states.look(keys_of(name)) if behind else None
     former.release()
     counter = client.get(keys_of(name).token)
 
@@ -398,7 +398,7 @@ def test_a_reply_that_is_lost_leaves_the_holder_fenced_after_another_try(
     proxy.plan.append(Fault.REPLY_LOST)
     with suppress(StoreUnavailable):
         force(name, lease)
-    if operators.look(keys_of(name)):
+    if states.look(keys_of(name)):
         with suppress(StoreUnavailable):
             force(name, lease)
     private_redis.delete(keys_of(name).lease)  # the operator's own, which runs out
@@ -852,7 +852,7 @@ def test_a_frozen_holder_on_sqlite(name: str, client: Any) -> None:
     resource = resolve(name, "sqlite")
     with started(body) as frozen:
         frozen.reach_pause()
-        present = operators.look(resource.keys)
+        present = states.look(resource.keys)
         assert present is not None
         with connections["sqlite"].cursor() as cursor:
             cursor.execute("PRAGMA busy_timeout = 100")
@@ -1153,7 +1153,7 @@ class Play:
         self.client.delete(keys_of(self.name).token)
 
     def look(self) -> None:
-        present = operators.look(keys_of(self.name))
+        present = states.look(keys_of(self.name))
         self.shown = present.holder if present else self.shown
 
     def force(self) -> None:

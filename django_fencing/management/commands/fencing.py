@@ -16,15 +16,16 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DatabaseError
 from django.utils.connection import ConnectionDoesNotExist
 
-from django_fencing import doctor, operators
+from django_fencing import doctor, operators, states
 from django_fencing.commands import RETURN_CODES
 from django_fencing.conf import conf, namespace
 from django_fencing.exceptions import FencingError, StoreUnavailable
 from django_fencing.grants import LeaseRecord
 from django_fencing.models import FenceEvent
-from django_fencing.operators import Outcome, State
+from django_fencing.operators import Outcome
 from django_fencing.overview import ShownLease, all_leases
 from django_fencing.pruning import Pruning
+from django_fencing.states import State
 
 _EPILOG = """
 return codes: 0 done, or all is well; 1 nothing was done, or something is wrong; 2 the arguments are
@@ -104,8 +105,8 @@ class Command(BaseCommand):
         )
 
     def show(self, **options: Any) -> None:
-        found = operators.state(operators.resource_of(options["resource"], options["using"]))
-        last = operators.events(found.resource)[:_LAST_EVENTS]
+        found = states.state(operators.resource_of(options["resource"], options["using"]))
+        last = states.events(found.resource)[:_LAST_EVENTS]
         events = [] if found.database_outage else list(last)
         if options["json"]:
             self._show_json(found, events)
@@ -137,7 +138,7 @@ class Command(BaseCommand):
             ("resource", found.resource),
             ("kind", found.kind),
             ("lease", _lease(found)),
-            ("held by", operators.described(lease) if lease else ""),
+            ("held by", states.described(lease) if lease else ""),
             ("holder", lease.holder if lease else ""),
             ("since", _moment(lease.since) if lease else ""),
             ("counter", "" if found.counter is None else found.counter),
@@ -155,7 +156,7 @@ class Command(BaseCommand):
         resource = operators.resource_of(options["resource"], options["using"])
         forced = operators.force_release(
             resource,
-            _holder(options["holder"], operators.look(resource.keys)),
+            _holder(options["holder"], states.look(resource.keys)),
             user=_user(),
             reason=options["reason"],
             dry_run=options["dry_run"],
