@@ -89,7 +89,6 @@ _ALONE = "true"
 _INSIDE = "current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')"
 
 
-@functools.cache
 def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
     """
     Return the statement that moves a fence up and returns its row.
@@ -97,13 +96,27 @@ def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
     Its parameters are pk, token, holder, granted, registration, and patience in milliseconds.
     Unless `alone` it moves nothing above READ COMMITTED.
     """
+    return _moving(model, alias, _columns(model, alias), _ALONE if alone else _INSIDE)
+
+
+def checking(model: type[FencedResource], alias: str) -> str:
+    """
+    Return the statement that locks a fence's row, presents the registration and returns the row.
+
+    Its parameters are pk and registration.
+    """
+    return _checking(model, alias, _columns(model, alias))
+
+
+@functools.lru_cache(maxsize=1024)
+def _moving(model: type[FencedResource], alias: str, columns: str, condition: str) -> str:
     names = _names(model, alias)
     of_names = model is Fence
     values = (_VALUES + (_REGISTERED_NOW if of_names else "")).format(**names)
     parts = {
         "values": values,
         "movable": _MOVABLE.format(**names),
-        "returned": ", ".join([*_columns(model, alias), _PRESENTED.format(**names), _RESTORED]),
+        "returned": f"{columns}, {_PRESENTED.format(**names)}, {_RESTORED}",
         "floor": connections[alias].ops.quote_name(FenceFloor._meta.db_table),
         **names,
     }
@@ -112,35 +125,42 @@ def moving(model: type[FencedResource], alias: str, *, alone: bool) -> str:
         moving = _NAME.format(update=moving, insert=_INSERT.format(**parts))
         # psycopg sends each parameter once, so its type has to be the same everywhere.
         moving = moving.replace("%(pk)s", "%(pk)s::varchar")
-    return _MOVE.format(condition=_ALONE if alone else _INSIDE, moving=moving)
+    return _MOVE.format(condition=condition, moving=moving)
+
+
+@functools.lru_cache(maxsize=1024)
+def _checking(model: type[FencedResource], alias: str, columns: str) -> str:
+    names = _names(model, alias)
+    return _CHECK.format(returned=f"{columns}, {_PRESENTED.format(**names)}", **names)
+
+
+def _columns(model: type[FencedResource], alias: str) -> str:
+    """Return the SQL of the model's columns, each by the name under which a raw query reads it."""
+    return _lasting_columns(model, alias) or _compiled_columns(model, alias)[0]
 
 
 @functools.cache
-def checking(model: type[FencedResource], alias: str) -> str:
-    """
-    Return the statement that locks a fence's row, presents the registration and returns the row.
-
-    Its parameters are pk and registration.
-    """
-    names = _names(model, alias)
-    returned = ", ".join([*_columns(model, alias), _PRESENTED.format(**names)])
-    return _CHECK.format(returned=returned, **names)
+def _lasting_columns(model: type[FencedResource], alias: str) -> str:
+    """Return the columns, "" if they have parameters: a key, say, that the settings may change."""
+    columns, has_parameters = _compiled_columns(model, alias)
+    return "" if has_parameters else columns
 
 
-def _columns(model: type[FencedResource], alias: str) -> list[str]:
-    """Return the SQL of the model's columns, each by the name under which a raw query reads it."""
+def _compiled_columns(model: type[FencedResource], alias: str) -> tuple[str, bool]:
+    """Return the columns, and whether they have parameters."""
     compiler = QuerySet(model, using=alias).query.get_compiler(alias)
     compiler.setup_query()
     operations: Any = connections[alias].ops
-    columns = []
+    columns, has_parameters = [], False
     for field in model._meta.concrete_fields:
         # As the ORM does: PostGIS reads its columns through a function, others decrypt theirs.
         column = field.get_col(model._meta.db_table)
         sql, params = column.select_format(compiler, *compiler.compile(column))
         if params:
             sql = operations.compose_sql(sql, params).replace("%", "%%")
+            has_parameters = True
         columns.append(f"{sql} AS {operations.quote_name(field.column)}")
-    return columns
+    return ", ".join(columns), has_parameters
 
 
 def _names(model: type[FencedResource], alias: str) -> dict[str, str]:

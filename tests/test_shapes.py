@@ -29,6 +29,7 @@ from tests.odd.models import (
     DateShape,
     DecimalShape,
     DeferredShape,
+    FormattedField,
     FormattedShape,
     GuardShape,
     InSchema,
@@ -165,6 +166,21 @@ def test_it_is_locked_and_protected(
             locked.delete()
         second.release()
         assert not rows.exists()
+
+
+def test_parameters_of_a_column_are_those_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A key by which the database decrypts, say, that has changed since the last lock."""
+    with table_of(FormattedShape) as rows:
+        made = rows.create(formatted="abcdef")
+        found = []
+        for length in (9, 3):
+            monkeypatch.setattr(FormattedField, "length", length)
+            with fenced_lock(made) as lease, lease.atomic() as row:
+                found.append((lease.row.formatted, row.formatted))
+
+    assert found == [("abcdef", "abcdef"), ("abc", "abc")]
 
 
 @any_shape

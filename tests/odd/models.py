@@ -110,10 +110,12 @@ class CipherShape(Shape):
 
 
 class FormattedField(models.TextField):
-    """Is selected by a function with a parameter."""
+    """Is selected by a function with a parameter, which may be another one each time."""
+
+    length = 9
 
     def select_format(self, compiler: Any, sql: str, params: Any) -> Any:
-        return f"left({sql}, %s)", (*params, 9)
+        return f"left({sql}, %s)", (*params, self.length)
 
 
 class FormattedShape(Shape):
