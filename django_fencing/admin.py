@@ -57,7 +57,7 @@ class FenceAdmin(_ReadOnlyAdmin, ReleasingAdmin):
         "registered_at",
         "lease",
         "counter",
-        "kept_by",
+        "locked_by",
         "last_events",
     )
     readonly_fields = (
@@ -65,7 +65,7 @@ class FenceAdmin(_ReadOnlyAdmin, ReleasingAdmin):
         "shown_fence_token",
         "lease",
         "counter",
-        "kept_by",
+        "locked_by",
         "last_events",
     )
 
@@ -149,10 +149,10 @@ class FenceAdmin(_ReadOnlyAdmin, ReleasingAdmin):
             return _("unknown")
         return _("none") if fence.seen.counter is None else str(fence.seen.counter)
 
-    @admin.display(description=gettext_lazy("row kept by"))
-    def kept_by(self, fence: Any) -> str:
+    @admin.display(description=gettext_lazy("row locked by"))
+    def locked_by(self, fence: Any) -> str:
         """Say whose open transaction keeps the row locked."""
-        return "; ".join(map(str, fence.seen.kept_by)) or _("nobody")
+        return "; ".join(map(str, fence.seen.locked_by)) or _("nobody")
 
     @admin.display(description=gettext_lazy("last events"))
     def last_events(self, fence: Any) -> str:

@@ -35,7 +35,7 @@ class State:
     counter: int | None  # the token that was proposed last; None: there is no counter
     fence_token: int | None  # 0: nobody has registered; None: the row is not there
     fence_holder: UUID | None
-    kept_by: list[Backend]  # whose open transactions keep its row locked, where that can be told
+    locked_by: list[Backend]  # whose open transactions keep its row locked, where that can be told
     store_outage: str
     database_outage: str
 
@@ -55,7 +55,7 @@ def state(resource: ResourceLike | Resource, using: str | None = None) -> State:
     found = resource if isinstance(resource, Resource) else resolve(resource, using)
     store_outage = database_outage = ""
     lease = counter = token = holder = None
-    kept_by: list[Backend] = []
+    locked_by: list[Backend] = []
     try:
         with get_store().inspect(_PATIENCE) as inspector:
             lease = inspector.look([found.keys])[0].lease
@@ -64,7 +64,7 @@ def state(resource: ResourceLike | Resource, using: str | None = None) -> State:
         store_outage = " ".join(str(error).split())
     try:
         token, holder = _fence(found)
-        kept_by = _keeping(found)
+        locked_by = _locking(found)
     except DatabaseError as error:
         database_outage = " ".join(str(error).split())
     return State(
@@ -74,7 +74,7 @@ def state(resource: ResourceLike | Resource, using: str | None = None) -> State:
         counter=counter,
         fence_token=token,
         fence_holder=holder,
-        kept_by=kept_by,
+        locked_by=locked_by,
         store_outage=store_outage,
         database_outage=database_outage,
     )
@@ -87,7 +87,7 @@ def _fence(resource: Resource) -> tuple[int | None, UUID | None]:
     return next(iter(found), (0 if resource.model is Fence else None, None))
 
 
-def _keeping(resource: Resource) -> list[Backend]:
+def _locking(resource: Resource) -> list[Backend]:
     if connections[resource.alias].vendor != "postgresql":
         return []
     return postgresql.backends_locking(resource.model, resource.alias, resource.pk)

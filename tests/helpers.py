@@ -78,7 +78,7 @@ def counted_calls() -> Iterator[list[str]]:
 
 
 @contextmanager
-def row_kept(name: str) -> Iterator[int]:
+def row_locked(name: str) -> Iterator[int]:
     """Keep the row of a name's fence locked by another session, and yield its backend's pid."""
     lock = "SELECT pg_backend_pid() FROM django_fencing_fence WHERE name = %s FOR NO KEY UPDATE"
     with closing_later(connections["default"].copy()) as other, other.cursor() as cursor:

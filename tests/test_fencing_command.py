@@ -33,7 +33,7 @@ from tests.helpers import (
     expire,
     keys_of,
     monitored,
-    row_kept,
+    row_locked,
     taken_over,
 )
 from tests.shop.models import Code, Document, Job, UrgentJob
@@ -247,7 +247,7 @@ def test_show_as_json(name: str, client: Any) -> None:
     lease.release()
     free = said("show", name)
 
-    keys = {"resource", "kind", "lease", "counter", "fence_token", "fence_holder", "kept_by"}
+    keys = {"resource", "kind", "lease", "counter", "fence_token", "fence_holder", "locked_by"}
     assert set(held) == set(free) == keys | {"events"}
     assert held["lease"]["token"] == held["counter"] == held["fence_token"] == lease.token
     assert held["fence_holder"] == str(lease.holder.id)
@@ -258,20 +258,20 @@ def test_show_as_json(name: str, client: Any) -> None:
 def test_show_tells_who_keeps_the_row(name: str) -> None:
     """A holder that hangs in its transaction holds no lease any more, and the row all the same."""
     fenced_lock(name).acquire().release()
-    with row_kept(name) as pid:
+    with row_locked(name) as pid:
         kept = run("show", name)
-        as_json = said("show", name)["kept_by"]
+        as_json = said("show", name)["locked_by"]
         with pytest.raises(LockHeld, match="`manage.py fencing show` tells which"):
             fenced_lock(name, ttl=0.2).acquire()
     free = run("show", name)
 
-    line = line_of(kept.replace("row kept by", "row kept by  "), "row kept by")
+    line = line_of(kept.replace("row locked by", "row locked by  "), "row locked by")
     assert f"PostgreSQL backend {pid}" in line
     assert "idle in transaction, in a transaction since 2" in line
     assert f"SELECT pg_terminate_backend({pid}) ends it" in line
     assert [(each["pid"], each["state"]) for each in as_json] == [(pid, "idle in transaction")]
-    assert "row kept by" not in free
-    assert said("show", name)["kept_by"] == []
+    assert "row locked by" not in free
+    assert said("show", name)["locked_by"] == []
 
 
 def test_show_without_redis(name: str) -> None:

@@ -36,7 +36,7 @@ from tests.helpers import (
     expire,
     in_threads,
     keys_of,
-    row_kept,
+    row_locked,
     started,
     statements,
     taken_over,
@@ -230,7 +230,7 @@ def test_a_row_that_stays_locked_is_contention(
     with fenced_atomic(name):
         pass
     events.clear()
-    with row_kept(name), pytest.raises(LockHeld), lock(name, ttl=0.2):
+    with row_locked(name), pytest.raises(LockHeld), lock(name, ttl=0.2):
         pass
 
     assert names_of(events)[-1] == "lock_contended"

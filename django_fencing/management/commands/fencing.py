@@ -124,7 +124,7 @@ class Command(BaseCommand):
                 "counter": found.counter,
                 "fence_token": found.fence_token,
                 "fence_holder": found.fence_holder,
-                "kept_by": [backend._asdict() for backend in found.kept_by],
+                "locked_by": [backend._asdict() for backend in found.locked_by],
                 "events": [
                     {"at": event.created_at, "kind": event.kind, "message": event.message}
                     for event in events
@@ -145,7 +145,7 @@ class Command(BaseCommand):
             ("fence token", _fence(found)),
             ("fence holder", found.fence_holder.hex if found.fence_holder else ""),
         ]
-        lines += [("row kept by", backend) for backend in found.kept_by]
+        lines += [("row locked by", backend) for backend in found.locked_by]
         for name, value in lines:
             if value != "":
                 self.stdout.write(f"{name:<13} {_printable(value)}")
