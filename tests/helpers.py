@@ -130,12 +130,14 @@ def taken_over(lock: FencedLock, client: Any) -> Any:
     return lock.acquire()
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
+def wait_until(
+    condition: Callable[[], Any], *, within: float = SECONDS, pause: float = 0.005
+) -> None:
     """Poll `condition` until it holds; fail the test if it does not in time."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.005)
+        time.sleep(pause)
 
 
 def acquired(name: str, *, ttl: float = 30, wait: float = 0) -> Lease:
