@@ -1,9 +1,11 @@
 """Rows with a fence: the mixin for your models, and the table of fenced names."""
 
+from contextlib import suppress
 from datetime import UTC, datetime
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any, ClassVar, Self, cast
 
+from django.conf import settings
 from django.db import DEFAULT_DB_ALIAS, models, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import format_number
@@ -230,7 +232,10 @@ def row_name(model: type[FencedResource], pk: Any, alias: str) -> str:
 def _key_as_text(field: Any, pk: Any) -> str:
     """Return a key in one spelling, whether it was loaded or given."""
     if isinstance(field, models.DecimalField) and isinstance(pk, Decimal):
-        return str(format_number(pk, field.max_digits, field.decimal_places))
-    if isinstance(pk, datetime) and timezone.is_aware(pk):
-        return str(pk.astimezone(UTC))
+        with suppress(InvalidOperation):  # no row has a key of so many digits
+            return str(format_number(pk, field.max_digits, field.decimal_places))
+    if isinstance(pk, datetime) and settings.USE_TZ:
+        default = timezone.get_default_timezone()  # which the ORM takes a naive one for
+        aware = pk if timezone.is_aware(pk) else timezone.make_aware(pk, default)
+        return str(aware.astimezone(UTC))
     return str(pk)

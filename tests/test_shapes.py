@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 import pytest
@@ -11,11 +12,12 @@ from django.contrib.admin.utils import quote
 from django.db import connections, models
 from django.db.migrations.state import ProjectState
 from django.db.models import F
-from django.test import modify_settings
+from django.test import modify_settings, override_settings
 from django.urls import path
+from django.utils import timezone
 
 from django_fencing.admin import FencedResourceAdmin
-from django_fencing.exceptions import StaleToken, UnfencedWrite
+from django_fencing.exceptions import NoSuchRow, StaleToken, UnfencedWrite
 from django_fencing.locks import fenced_atomic, fenced_lock
 from django_fencing.operations import ProtectFence
 from django_fencing.resources import resolve
@@ -244,6 +246,23 @@ def test_a_key_has_one_name_however_it_is_written(model: Any, key: str, same: st
         names = {resolve(each).name for each in ((model, key), (model, same), made, loaded)}
 
     assert len(names) == 1
+
+
+def test_a_naive_key_is_that_of_the_default_time_zone() -> None:
+    """As the ORM reads it, whichever zone is the current one."""
+    aware = datetime(2026, 11, 30, 9, tzinfo=UTC)
+    with override_settings(TIME_ZONE="Europe/Berlin"), timezone.override("Asia/Tokyo"):
+        naive = resolve((DateShape, datetime(2026, 11, 30, 10))).name
+
+    assert naive == resolve((DateShape, aware)).name
+
+
+def test_a_key_that_no_row_can_have_has_a_name() -> None:
+    """Its lock ends as that of any row that is not there."""
+    with table_of(DecimalShape):
+        assert resolve((DecimalShape, "1e30")).name == "odd.decimalshape:1E%2B30"
+        with pytest.raises(NoSuchRow):
+            fenced_lock((DecimalShape, "1e30")).acquire()
 
 
 def test_a_row_moves_to_another_partition_and_is_written_again() -> None:
