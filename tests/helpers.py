@@ -240,6 +240,13 @@ def started(function: Callable[..., Any], *args: Any) -> Iterator[Body]:
         body.finish()
 
 
+def count_sessions() -> int:
+    """Return how many sessions the database has; those that were closed are gone a little later."""
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
+        return int(cursor.fetchone()[0])
+
+
 def waits_for_row(alias: str = "default", seconds: float = 0) -> bool:
     """Say whether a session of this database waits for a lock, in one statement for so long."""
     with connections[alias].cursor() as cursor:

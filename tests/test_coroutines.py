@@ -38,6 +38,7 @@ from tests.helpers import (
     acquired,
     assert_held_by,
     committing,
+    count_sessions,
     counted_calls,
     keys_of,
     taken_over,
@@ -59,12 +60,6 @@ def nothing_left_behind() -> Iterator[None]:
     kept = SyncToAsync.single_thread_executor._threads  # by asgiref, for the whole process
     wait_until(lambda: set(threading.enumerate()) <= threads | kept)
     wait_until(lambda: count_sessions() <= sessions)
-
-
-def count_sessions() -> int:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
-        return int(cursor.fetchone()[0])
 
 
 def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
