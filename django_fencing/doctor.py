@@ -10,7 +10,7 @@ from django.db import DatabaseError, connections, router, transaction
 from django.db.backends.utils import split_identifier
 from django.db.models import QuerySet
 
-from django_fencing import fences, flow, triggers
+from django_fencing import fences, flow, guards
 from django_fencing.conf import conf, faults
 from django_fencing.exceptions import FencingError, StoreUnavailable
 from django_fencing.fences import Registration
@@ -137,7 +137,7 @@ def _guards() -> Iterator[Finding]:
     guarded, unguarded, asleep = [], [], []
     for alias, names in tables.items():
         try:
-            found = triggers.installed(connections[alias])
+            found = guards.installed(connections[alias])
         except DatabaseError as error:
             yield Finding("guards", False, " ".join(str(error).split()))
             return

@@ -88,9 +88,15 @@ def check(resource: Resource, mine: Registration) -> FencedResource:
     return _whole(resource, row)
 
 
+def read(resource: Resource) -> Registration | None:
+    """Return what the fence says, None if there is no row. Nothing is locked."""
+    found = _rows(resource).values_list("last_fence_token", "last_fence_holder")
+    return next((Registration(*values) for values in found), None)
+
+
 def stale(resource: Resource, mine: Registration) -> StaleToken:
     """Return the error that says what the fence is instead of `mine`."""
-    return _stale(resource, mine, _read(resource))
+    return _stale(resource, mine, read(resource))
 
 
 def reached(resource: Resource) -> tuple[int, bool]:
@@ -100,7 +106,7 @@ def reached(resource: Resource) -> tuple[int, bool]:
     It was not if nobody has registered, nor if a name was idle for so long that it has run out.
     Raise NoSuchRow if there is no row.
     """
-    if found := _read(resource):
+    if found := read(resource):
         return found.token, found.holder is not None and not _was_idle(resource)
     if resource.model is Fence:
         return pruned(resource.alias), False
@@ -120,11 +126,6 @@ def registers_alone(alias: str) -> bool:
     connections[alias].ensure_connection()
     level = getattr(connections[alias], "isolation_level", None)
     return getattr(level, "name", "") in ("REPEATABLE_READ", "SERIALIZABLE")
-
-
-def _read(resource: Resource) -> Registration | None:
-    found = _rows(resource).values_list("last_fence_token", "last_fence_holder")
-    return next((Registration(*values) for values in found), None)
 
 
 def _was_idle(resource: Resource) -> bool:

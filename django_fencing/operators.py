@@ -14,7 +14,7 @@ from django.db import OperationalError, connections, models, router
 from django.db.models import QuerySet
 from django.utils.connection import ConnectionDoesNotExist
 
-from django_fencing import flow, ledger
+from django_fencing import fences, flow, ledger
 from django_fencing.exceptions import (
     FencingError,
     InvalidResource,
@@ -132,7 +132,8 @@ def force_release(
         return Forced(outcome=Outcome.RELEASED, said=said)
     holder = flow.new_holder(f"forced release by {user}" if user else "forced release")
     sent = now()
-    floor = _floor(resource)
+    fence = fences.read(resource)
+    floor = fence.token if fence else 0
     try:
         answer = _taken_over(store, resource, shown, holder, floor)
     except StoreUnavailable:
@@ -176,9 +177,3 @@ def _taken_over(
 def _changed(by: str) -> Forced:
     said = f"it is held by {by}, and not as it was shown: nothing was done"
     return Forced(outcome=Outcome.CHANGED, said=said)
-
-
-def _floor(resource: Resource) -> int:
-    fences: QuerySet[FencedResource] = QuerySet(resource.model, using=resource.alias)
-    found = fences.filter(pk=resource.pk).values_list("last_fence_token", flat=True)
-    return int(next(iter(found), 0))

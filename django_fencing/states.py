@@ -7,11 +7,11 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connections
 from django.db.models import QuerySet
 
-from django_fencing import postgresql
+from django_fencing import fences, postgresql
 from django_fencing.conf import conf
 from django_fencing.exceptions import StoreUnavailable
 from django_fencing.grants import LeaseRecord
-from django_fencing.models import Fence, FencedResource, FenceEvent
+from django_fencing.models import Fence, FenceEvent
 from django_fencing.names import Keys
 from django_fencing.postgresql import Backend
 from django_fencing.resources import Resource, ResourceLike, resolve, tenant
@@ -63,7 +63,10 @@ def state(resource: ResourceLike | Resource, using: str | None = None) -> State:
     except (StoreUnavailable, ImproperlyConfigured) as error:
         store_outage = " ".join(str(error).split())
     try:
-        token, holder = _fence(found)
+        if fence := fences.read(found):
+            token, holder = fence
+        elif found.model is Fence:
+            token = 0
         locked_by = _locking(found)
     except DatabaseError as error:
         database_outage = " ".join(str(error).split())
@@ -78,13 +81,6 @@ def state(resource: ResourceLike | Resource, using: str | None = None) -> State:
         store_outage=store_outage,
         database_outage=database_outage,
     )
-
-
-def _fence(resource: Resource) -> tuple[int | None, UUID | None]:
-    """Return what the fence says: 0 of a name without one, None of a row that is not there."""
-    fences: QuerySet[FencedResource] = QuerySet(resource.model, using=resource.alias)
-    found = fences.filter(pk=resource.pk).values_list("last_fence_token", "last_fence_holder")
-    return next(iter(found), (0 if resource.model is Fence else None, None))
 
 
 def _locking(resource: Resource) -> list[Backend]:

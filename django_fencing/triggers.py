@@ -1,7 +1,6 @@
 """The triggers by which the database itself guards a fence."""
 
 import hashlib
-import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -119,21 +118,6 @@ _FENCE_OF_PARENT = """EXECUTE format(
     END IF;"""
 
 
-# Table, trigger, whether the database asks it. A partition has copies of its table's triggers.
-_INSTALLED = {
-    "postgresql": """
-SELECT relname, tgname, tgenabled IN ('A',
-    CASE current_setting('session_replication_role') WHEN 'replica' THEN 'R' ELSE 'O' END)
-FROM pg_trigger JOIN pg_class ON pg_class.oid = tgrelid
-WHERE NOT tgisinternal AND tgparentid = 0 AND pg_table_is_visible(tgrelid)
-""",
-    "sqlite": "SELECT tbl_name, name, 1 FROM sqlite_master WHERE type = 'trigger'",
-    "mysql": "SELECT event_object_table, trigger_name, 1 FROM information_schema.triggers "
-    "WHERE trigger_schema = DATABASE()",
-}
-_OURS = re.compile("_(fence|lease)_guard_[0-9a-f]{8}(_b)?$")
-
-
 def creating(
     connection: BaseDatabaseWrapper, model: type[Model], by: str, *, require_lease: bool
 ) -> Iterator[str]:
@@ -165,16 +149,6 @@ def dropping(
         yield guard.without("lease_guard", strict=strict)
     if guard.has_fence:
         yield guard.without("fence_guard", strict=strict)
-
-
-def installed(connection: BaseDatabaseWrapper) -> dict[str, bool]:
-    """Return the tables that are guarded in a database, and whether it asks their guards."""
-    if connection.vendor not in _INSTALLED:
-        return {}
-    with connection.cursor() as cursor:
-        cursor.execute(_INSTALLED[connection.vendor])
-        found = [row for row in cursor.fetchall() if _OURS.search(row[1])]
-    return {table: all(asks for one, _, asks in found if one == table) for table, _, _ in found}
 
 
 class _Guard:
@@ -240,7 +214,7 @@ class _Guard:
         table = self._model._meta.db_table
         schema, name = split_identifier(table)
         digest = hashlib.sha256(f"{table} {self._by}".encode()).hexdigest()[:8]
-        end = f"_{kind}_{digest}"
+        end = f"_{kind}_{digest}"  # which guards.py looks for
         # PostgreSQL counts bytes.
         longest = self._connection.ops.max_name_length() or 200
         start = name.encode()[: longest - len(end) - len("_b")].decode(errors="ignore")

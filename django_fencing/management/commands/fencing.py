@@ -5,7 +5,7 @@ import json
 import os
 import re
 from argparse import SUPPRESS, ArgumentTypeError
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,9 +21,10 @@ from django_fencing.commands import RETURN_CODES
 from django_fencing.conf import conf, namespace
 from django_fencing.exceptions import FencingError, StoreUnavailable
 from django_fencing.grants import LeaseRecord
+from django_fencing.management import showing
 from django_fencing.models import FenceEvent
 from django_fencing.operators import Outcome
-from django_fencing.overview import ShownLease, all_leases
+from django_fencing.overview import all_leases
 from django_fencing.pruning import Pruning
 from django_fencing.states import State
 
@@ -94,15 +95,10 @@ class Command(BaseCommand):
     def locks(self, **options: Any) -> None:
         leases = all_leases(options["namespace"])
         if options["json"]:
-            self._json([_lease_json(item) for item in leases])
+            self._json([showing.lease_json(item) for item in leases])
             return
-        tenants = any(item.tenant for item in leases)
-        columns = ("RESOURCE", "STATE", "TOKEN", "FUNCTION", "HOST", "PID", "SINCE", "HOLDER")
-        self._table(
-            (("TENANT", *columns) if tenants else columns),
-            [(item.tenant, *_row(item)) if tenants else _row(item) for item in leases],
-            "No lock is held, and none has lapsed within the last hour.",
-        )
+        for line in showing.leases(leases):
+            self.stdout.write(line)
 
     def show(self, **options: Any) -> None:
         found = states.state(operators.resource_of(options["resource"], options["using"]))
@@ -120,7 +116,7 @@ class Command(BaseCommand):
             {
                 "resource": found.resource,
                 "kind": found.kind,
-                "lease": found.lease and _record_json(found.lease),
+                "lease": found.lease and showing.record_json(found.lease),
                 "counter": found.counter,
                 "fence_token": found.fence_token,
                 "fence_holder": found.fence_holder,
@@ -137,20 +133,22 @@ class Command(BaseCommand):
         lines = [
             ("resource", found.resource),
             ("kind", found.kind),
-            ("lease", _lease(found)),
+            ("lease", showing.lease(found)),
             ("held by", states.described(lease) if lease else ""),
             ("holder", lease.holder if lease else ""),
-            ("since", _moment(lease.since) if lease else ""),
+            ("since", showing.moment(lease.since) if lease else ""),
             ("counter", "" if found.counter is None else found.counter),
-            ("fence token", _fence(found)),
+            ("fence token", showing.fence(found)),
             ("fence holder", found.fence_holder.hex if found.fence_holder else ""),
         ]
         lines += [("row locked by", backend) for backend in found.locked_by]
         for name, value in lines:
             if value != "":
-                self.stdout.write(f"{name:<13} {_printable(value)}")
+                self.stdout.write(f"{name:<13} {showing.printable(value)}")
         for event in events:
-            self.stdout.write(f"{_moment(event.created_at)}  {_printable(event.message)}")
+            self.stdout.write(
+                f"{showing.moment(event.created_at)}  {showing.printable(event.message)}"
+            )
 
     def release(self, **options: Any) -> None:
         resource = operators.resource_of(options["resource"], options["using"])
@@ -206,19 +204,7 @@ class Command(BaseCommand):
         self.stdout.write(f"{said} {verb}.")
 
     def _json(self, value: Any) -> None:
-        self.stdout.write(json.dumps(value, indent=2, default=_plain))
-
-    def _table(
-        self, columns: Sequence[str], rows: Iterable[Sequence[object]], nothing: str
-    ) -> None:
-        cells = [[_printable(cell) for cell in row] for row in rows]
-        if not cells:
-            self.stdout.write(nothing)
-            return
-        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-        for row in [list(columns), *cells]:
-            padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            self.stdout.write("  ".join(padded).rstrip())
+        self.stdout.write(json.dumps(value, indent=2, default=showing.plain))
 
 
 def _add_djangos(action: CommandParser) -> None:
@@ -229,64 +215,6 @@ def _add_djangos(action: CommandParser) -> None:
         action.add_argument(option, **silent)
     for option in ("--traceback", "--no-color", "--force-color"):
         action.add_argument(option, action="store_true", **silent)
-
-
-def _lease(state: State) -> str:
-    if state.store_outage:
-        return "unknown"
-    return _ends(state.lease.remaining) if state.lease else "free"
-
-
-def _fence(state: State) -> object:
-    if state.database_outage:
-        return "unknown"
-    token = state.fence_token
-    return "there is no such row" if token is None else token or "nobody has registered"
-
-
-def _row(item: ShownLease) -> Sequence[object]:
-    if item.lease is None:
-        state = f"lapsed {_moment(item.ended)}"
-        return (item.resource, state, "", "", "", "", "", "")
-    lease = item.lease
-    token = "" if lease.token is None else lease.token
-    return (
-        item.resource,
-        _ends(lease.remaining),
-        token,
-        lease.function,
-        lease.host,
-        lease.pid,
-        _moment(lease.since),
-        lease.holder,
-    )
-
-
-def _lease_json(item: ShownLease) -> dict[str, Any]:
-    lease = item.lease and _record_json(item.lease)
-    return {
-        "resource": item.resource,
-        "tenant": item.tenant,
-        "lease": lease,
-        "lapsed_at": item.ended,
-    }
-
-
-def _record_json(lease: Any) -> dict[str, Any]:
-    names = ("holder", "token", "remaining", "host", "pid", "function", "since")
-    return {name: getattr(lease, name) for name in names}
-
-
-def _plain(value: Any) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)
-
-
-def _moment(moment: datetime | None) -> str:
-    return "" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}Z"
-
-
-def _ends(remaining: float | None) -> str:
-    return "held, without an end" if remaining is None else f"held, {remaining:.1f} s left"
 
 
 def _holder(text: str, lease: LeaseRecord | None) -> str:
@@ -305,14 +233,6 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # the user has no name, as in many containers
         return f"uid {os.getuid()}"
-
-
-def _printable(cell: object) -> str:
-    """Return a cell without what a terminal would obey."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in str(cell)
-    )
 
 
 def _age(text: str) -> datetime:
