@@ -42,26 +42,25 @@ def _row(item: ShownLease) -> Sequence[object]:
     if item.lease is None:
         state = f"lapsed {moment(item.ended)}"
         return (item.resource, state, "", "", "", "", "", "")
-    lease = item.lease
-    token = "" if lease.token is None else lease.token
+    held = item.lease
+    token = "" if held.token is None else held.token
     return (
         item.resource,
-        _ends(lease.remaining),
+        _ends(held.remaining),
         token,
-        lease.function,
-        lease.host,
-        lease.pid,
-        moment(lease.since),
-        lease.holder,
+        held.function,
+        held.host,
+        held.pid,
+        moment(held.since),
+        held.holder,
     )
 
 
 def lease_json(item: ShownLease) -> dict[str, Any]:
-    lease = item.lease and record_json(item.lease)
     return {
         "resource": item.resource,
         "tenant": item.tenant,
-        "lease": lease,
+        "lease": item.lease and record_json(item.lease),
         "lapsed_at": item.ended,
     }
 
@@ -75,8 +74,8 @@ def plain(value: Any) -> str:
     return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
-def moment(moment: datetime | None) -> str:
-    return "" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}Z"
+def moment(when: datetime | None) -> str:
+    return "" if when is None else f"{when:%Y-%m-%d %H:%M:%S}Z"
 
 
 def _ends(remaining: float | None) -> str:
